@@ -1,0 +1,26 @@
+/** The form of a new run: keeps what is typed across a reload and sends it once. The values come from the server. */
+
+import { clearDraft, markDraftSent, markDraftUnsent, restoreDraft, saveDraft } from "./draft.js";
+
+const form = document.querySelector("[data-config-form]");
+const submitButton = form.querySelector("[type=submit]");
+const note = form.querySelector("[data-draft-note]");
+
+markDraftUnsent();
+if ("draft" in form.dataset && restoreDraft(form)) note.textContent = "What you typed before is filled in.";
+
+form.addEventListener("input", () => saveDraft(form));
+
+form.addEventListener("submit", () => {
+  saveDraft(form);
+  markDraftSent();
+  submitButton.disabled = true;
+});
+
+// Coming back with the browser's Back button can show the page as it was left: with the button disabled.
+addEventListener("pageshow", () => (submitButton.disabled = false));
+
+form.querySelector("[data-reset]").addEventListener("click", () => {
+  clearDraft();
+  location.assign("/runs/new");
+});

@@ -1,0 +1,37 @@
+/** The checkpoints on disk, newest first. */
+
+import * as format from "./format.js";
+import { redrawOn } from "./redraw.js";
+
+export function showCheckpoints(store, page) {
+  const list = page.querySelector("[data-checkpoints]");
+  const empty = page.querySelector("[data-checkpoints-empty]");
+  const template = page.querySelector("[data-checkpoint-template]");
+
+  redrawOn(store, ["run", "finished"], () => {
+    if (!store.run) return;
+    const { id, checkpoints } = store.run;
+    const names = checkpoints.map((checkpoint) => checkpoint.name).reverse();
+    const shown = [...list.children];
+    // Rows that stay are left in place: a rebuilt one would lose the keyboard focus on its button.
+    for (const row of shown) if (!names.includes(row.dataset.checkpoint)) row.remove();
+    const known = shown.map((row) => row.dataset.checkpoint);
+    for (const checkpoint of checkpoints) {
+      if (!known.includes(checkpoint.name)) list.prepend(makeRow(template, id, checkpoint));
+    }
+    empty.hidden = checkpoints.length > 0;
+    empty.textContent = store.isFinal ? "None was written." : "None yet. One is written every few epochs and when you stop.";
+  });
+}
+
+function makeRow(template, runId, checkpoint) {
+  const row = template.content.firstElementChild.cloneNode(true);
+  const cell = (name) => row.querySelector(`[data-cell="${name}"]`);
+  const title = `Step ${format.count(checkpoint.step)} · epoch ${format.count(checkpoint.epoch)}`;
+  row.dataset.checkpoint = checkpoint.name;
+  cell("name").textContent = title;
+  cell("size").textContent = format.bytes(checkpoint.bytes);
+  cell("download").href = `/runs/${encodeURIComponent(runId)}/checkpoints/${encodeURIComponent(checkpoint.name)}/download`;
+  cell("download").setAttribute("aria-label", `Download ${title}`);
+  return row;
+}

@@ -1,0 +1,47 @@
+/** What happened, newest first. */
+
+import * as format from "./format.js";
+import { redrawOn } from "./redraw.js";
+
+const LONGEST = 200;
+
+const plural = (number, one, many) => `${format.count(number)} ${number === 1 ? one : many}`;
+
+const words = {
+  phase: (event) => event.message,
+  started: (event) =>
+    `Started on ${event.device} with ${event.precision}: ${plural(event.samples, "sample", "samples")}, ` +
+    `${format.count(event.trainable_parameters)} trainable parameters`,
+  skipped: (event) =>
+    `Step ${format.count(event.step)} skipped: ${event.reason}` +
+    (event.nonfinite_tensors ? ` in ${event.nonfinite_tensors} of ${event.total_tensors} tensors (${event.names.join(", ")}…)` : ""),
+  epoch: (event) =>
+    `Epoch ${format.count(event.epoch)}: loss ${format.loss(event.loss)}, ${plural(event.updates, "step", "steps")}` +
+    `${event.skipped ? `, ${event.skipped} skipped` : ""} in ${format.duration(event.seconds)}`,
+  checkpoint: (event) => `Checkpoint of step ${format.count(event.step)} saved, ${format.bytes(event.bytes)}`,
+  warning: (event) => `Warning: ${event.message}`,
+  finished: (event) => `${format.capitalized(event.reason)}: ${event.message}`,
+};
+
+export function showFeed(store, page) {
+  const list = page.querySelector("[data-feed]");
+  const template = page.querySelector("[data-feed-template]");
+  let shown = 0;
+
+  redrawOn(store, Object.keys(words), () => {
+    const entries = store.feed.filter((event) => event.seq > shown).map((event) => makeEntry(template, event));
+    shown = store.feed.at(-1)?.seq ?? 0;
+    list.prepend(...entries.reverse());
+    while (list.children.length > LONGEST) list.lastElementChild.remove();
+  });
+}
+
+function makeEntry(template, event) {
+  const entry = template.content.firstElementChild.cloneNode(true);
+  const [time, text] = entry.children;
+  entry.dataset.kind = event.type;
+  time.dateTime = new Date(event.time * 1000).toISOString();
+  time.textContent = format.clock(event.time);
+  text.textContent = words[event.type](event);
+  return entry;
+}

@@ -1,0 +1,147 @@
+/**
+ * What the page knows of one run: its summary as the server last sent it, and its events as columns.
+ *
+ * Only `receive` and `setConnection` change it. After each message one DOM event is dispatched for each kind that
+ * it held (an event type, or "run"), so a view does its work once a message, not once an event.
+ */
+
+const SMOOTHING = 0.95;
+const FEED_LENGTH = 200;
+const PACE_STEPS = 50;
+
+const ACTIVE = ["starting", "running", "stopping"];
+const FINAL = ["completed", "stopped", "aborted", "failed", "crashed"];
+
+/** What each type of event does to the store; the types are those of trainer_core/events.py. */
+export const handlers = {
+  phase(store, event) {
+    store.phase = event;
+    store.addToFeed(event);
+  },
+  started(store, event) {
+    store.started = event;
+    store.addToFeed(event);
+  },
+  step(store, event) {
+    store.addStep(event);
+    store.phase = null;
+  },
+  skipped(store, event) {
+    store.skips.push(event.step);
+    store.addToFeed(event);
+  },
+  epoch(store, event) {
+    store.addToFeed(event);
+  },
+  checkpoint(store, event) {
+    store.savedSteps.push(event.step);
+    store.addToFeed(event);
+  },
+  warning(store, event) {
+    store.addToFeed(event);
+  },
+  finished(store, event) {
+    store.phase = null;
+    store.finished = event;
+    store.addToFeed(event);
+    if (store.run) store.run = { ...store.run, status: event.reason, message: event.message };
+  },
+};
+
+export class RunStore extends EventTarget {
+  run = null;
+  /** "connecting", "connected", "reconnecting", "ended" or "deleted" */
+  connection = "connecting";
+  lastSeq = 0;
+  unknownEvents = 0;
+
+  started = null;
+  phase = null;
+  finished = null;
+  firstTime = null;
+  lastTime = null;
+
+  columns = { step: [], epoch: [], loss: [], smoothed: [], learning_rate: [], grad_norm: [], seconds: [], time: [], memory_bytes: [] };
+  /** Steps whose update was discarded, or whose loss was not finite. */
+  skips = [];
+  /** Steps at which a checkpoint was written. */
+  savedSteps = [];
+  /** The newest events worth a line, oldest first. */
+  feed = [];
+
+  #average = 0;
+  #averageWeight = 0;
+
+  /** Take in one message of the server. A gap in the numbers ends it with a "gap" event: the rest has to be asked for again. */
+  receive({ run, events = [] }) {
+    const kinds = new Set();
+    let hasGap = false;
+    if (run) {
+      this.run = run;
+      kinds.add("run");
+    }
+    for (const event of events) {
+      if (event.seq <= this.lastSeq) continue;
+      hasGap = event.seq > this.lastSeq + 1;
+      if (hasGap) break;
+      this.lastSeq = event.seq;
+      this.firstTime ??= event.time;
+      this.lastTime = event.time;
+      if (Object.hasOwn(handlers, event.type)) handlers[event.type](this, event);
+      else this.unknownEvents += 1;
+      kinds.add(event.type);
+    }
+    if (hasGap) kinds.add("gap");
+    for (const kind of kinds) this.dispatchEvent(new Event(kind));
+  }
+
+  setConnection(state) {
+    this.connection = state;
+    this.dispatchEvent(new Event("connection"));
+  }
+
+  addStep(event) {
+    for (const name of Object.keys(this.columns)) if (name !== "smoothed") this.columns[name].push(event[name]);
+    this.columns.smoothed.push(this.#smooth(event.loss));
+    if (event.loss === null) this.skips.push(event.step);
+  }
+
+  addToFeed(event) {
+    this.feed.push(event);
+    if (this.feed.length > FEED_LENGTH) this.feed.shift();
+  }
+
+  /** An exponential moving average, divided by the weight gathered so far so that it doesn't start near zero. */
+  #smooth(loss) {
+    if (loss !== null) {
+      this.#average = SMOOTHING * this.#average + (1 - SMOOTHING) * loss;
+      this.#averageWeight = SMOOTHING * this.#averageWeight + (1 - SMOOTHING);
+    }
+    return this.#averageWeight ? this.#average / this.#averageWeight : null;
+  }
+
+  get isActive() {
+    return ACTIVE.includes(this.run?.status);
+  }
+
+  get isFinal() {
+    return FINAL.includes(this.run?.status);
+  }
+
+  get stepsDone() {
+    return this.columns.step.at(-1) ?? this.run?.step ?? 0;
+  }
+
+  get totalSteps() {
+    return this.started?.total_steps ?? this.run?.total_steps ?? null;
+  }
+
+  /** Seconds until the last step at the pace of the latest ones, saving and skipped updates included. */
+  get timeLeft() {
+    const { time, seconds } = this.columns;
+    if (!time.length || !this.totalSteps) return null;
+    const first = Math.max(0, time.length - PACE_STEPS);
+    const elapsed = time.at(-1) - time[first] + seconds[first];
+    return (elapsed / (time.length - first)) * (this.totalSteps - this.stepsDone);
+  }
+}

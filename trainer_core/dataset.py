@@ -1,0 +1,120 @@
+"""Training samples from preprocessed tensors (formats.md, section 2), every one checked before training starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_core import demo, sources
+from trainer_core.sources import DEMO, SourceError
+
+LATENT_CHANNELS = 64
+CONTEXT_CHANNELS = 128
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One piece of music, in the dtype of its file, on the CPU."""
+
+    name: str
+    target_latents: Tensor
+    """[T, 64], about 25 frames a second."""
+    context_latents: Tensor
+    """[T, 128]: source latents, then the chunk mask."""
+    encoder_hidden_states: Tensor
+    """[L, D], the condition without its padding."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, L); samples of one shape can be computed as one batch without padding."""
+        return self.target_latents.shape[0], self.encoder_hidden_states.shape[0]
+
+
+def load(source: str) -> list[Sample]:
+    """All samples of `demo` or of a folder, held in memory.
+
+    Raises SourceError that names every file that can't be used, and why.
+    """
+    if source == DEMO:
+        return [to_sample(name, tensors) for name, tensors in demo.samples()]
+    paths = sources.find_tensors(Path(source))
+    loaded, problems = [], []
+    for path in paths:
+        try:
+            loaded.append(to_sample(path.name, read_tensors(path)))
+        except SourceError as error:
+            problems.append(f"{path.name}: {error}")
+    if problems:
+        raise SourceError(
+            f"{len(problems)} of {len(paths)} samples in {source} can't be used. {' '.join(problems[:10])}"
+            f"{f' And {len(problems) - 10} more.' if len(problems) > 10 else ''} Make them again or move them away."
+        )
+    return loaded
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """The dictionary in a `.pt` file. Nothing but tensors and plain values is ever unpickled."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise SourceError(
+            "it holds something other than tensors and plain values, which could run code, so it was not opened."
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise SourceError("it is cut short or not a tensor file.") from error
+    except OSError as error:
+        raise SourceError(f"it can't be read: {error.strerror}.") from error
+    if not isinstance(content, dict):
+        raise SourceError(f"it holds a {type(content).__name__}, not a dictionary of tensors.")
+    return content
+
+
+def check_width(samples: list[Sample], condition_width: int) -> None:
+    """Raise SourceError unless every condition is as wide as the model takes, `condition_width`."""
+    others = {
+        s.name: s.encoder_hidden_states.shape[1] for s in samples if s.encoder_hidden_states.shape[1] != condition_width
+    }
+    if others:
+        name, width = next(iter(others.items()))
+        raise SourceError(
+            f"{len(others)} of {len(samples)} samples do not fit this model: the condition in {name} is {width} wide, "
+            f"the model takes {condition_width}. Use the model the data set was made with, or make it again with this one."
+        )
+
+
+def to_sample(name: str, tensors: dict[str, Any]) -> Sample:
+    """A checked sample. Condition tokens that the mask marks as padding are removed: inference has none."""
+    latents = _tensor(tensors, "target_latents", (None, LATENT_CHANNELS))
+    context = _tensor(tensors, "context_latents", (latents.shape[0], CONTEXT_CHANNELS))
+    condition = _tensor(tensors, "encoder_hidden_states", (None, None))
+    mask = tensors.get("encoder_attention_mask")
+    if isinstance(mask, Tensor):
+        if mask.shape != condition.shape[:1]:
+            raise SourceError(f"encoder_attention_mask is {list(mask.shape)}, should be [{condition.shape[0]}].")
+        condition = condition[mask != 0]
+    if not latents.shape[0] or not condition.shape[0]:
+        raise SourceError("it is empty: it has no frames or no condition tokens.")
+    for key, tensor in (
+        ("target_latents", latents),
+        ("context_latents", context),
+        ("encoder_hidden_states", condition),
+    ):
+        if not tensor.isfinite().all():
+            raise SourceError(f"{key} holds NaN or infinite values.")
+    # A slice would keep the whole storage it was cut from alive.
+    return Sample(name, latents.clone(), context.clone(), condition.clone())
+
+
+def _tensor(tensors: dict[str, Any], key: str, shape: tuple[int | None, ...]) -> Tensor:
+    tensor = tensors.get(key)
+    if tensor is None:
+        raise SourceError(f'it has no "{key}"; it has {sources.shorten(str(key) for key in tensors) or "nothing"}.')
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise SourceError(f"{key} is not a tensor of floating-point numbers.")
+    if len(tensor.shape) != len(shape) or any(want not in (None, size) for want, size in zip(shape, tensor.shape)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise SourceError(f"{key} is {list(tensor.shape)}, should be [{wanted}].")
+    return tensor

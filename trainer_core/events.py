@@ -1,0 +1,157 @@
+"""What happens in a run, as typed records: one JSON line each in `events.jsonl`, the only record of the run.
+
+Lines are numbered from 1 without gaps, so line N holds `seq` N and a reader's cursor needs no parsing.
+There is one writer, the trainer, and it only appends. A reader may come upon a line that is still being
+written; such a line has no newline yet and is left for the next look.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class Event(BaseModel):
+    """`seq` counts from 1; `time` is in seconds since 1970. Both are set as the event is written."""
+
+    # A number that is not finite is written as null: NaN is not JSON and breaks the page's parser.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
+
+    type: str
+    seq: int = 0
+    time: float = 0.0
+
+
+class Phase(Event):
+    """The run went over to something that takes a while."""
+
+    type: Literal["phase"] = "phase"
+    name: Literal["importing", "loading_data", "loading_model", "training", "saving"]
+    message: str
+
+
+class Started(Event):
+    """Everything is loaded and the first step is next. Counts are those of the whole run."""
+
+    type: Literal["started"] = "started"
+    device: str
+    precision: str
+    variant: str
+    samples: int
+    total_epochs: int
+    total_steps: int
+    first_step: int
+    trainable_parameters: int
+    adapted_modules: int
+
+
+class Step(Event):
+    """One optimizer update. `loss` is the plain mean over its samples; `grad_norm` is the norm before clipping."""
+
+    type: Literal["step"] = "step"
+    step: int
+    epoch: int
+    loss: float | None
+    learning_rate: float
+    grad_norm: float | None
+    seconds: float
+    memory_bytes: int
+
+
+class Skipped(Event):
+    """An update that was discarded; weights and schedule are as before. `step` is the update it would have been."""
+
+    type: Literal["skipped"] = "skipped"
+    step: int
+    epoch: int
+    reason: str
+    nonfinite_tensors: int
+    total_tensors: int
+    names: list[str]
+
+
+class Epoch(Event):
+    """An epoch is over. `loss` is the mean over the samples of its successful updates."""
+
+    type: Literal["epoch"] = "epoch"
+    epoch: int
+    loss: float | None
+    updates: int
+    skipped: int
+    seconds: float
+
+
+class Checkpoint(Event):
+    """A checkpoint is complete on disk: `tensors` and `bytes` were counted in the written file."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    name: str
+    step: int
+    epoch: int
+    bytes: int
+    tensors: int
+
+
+class Warning(Event):
+    """Something the person should know that does not end the run."""
+
+    type: Literal["warning"] = "warning"
+    message: str
+
+
+class Finished(Event):
+    """Always the last line."""
+
+    type: Literal["finished"] = "finished"
+    reason: Literal["completed", "stopped", "aborted", "failed"]
+    message: str
+    step: int
+    epoch: int
+
+
+AnyEvent = Annotated[
+    Phase | Started | Step | Skipped | Epoch | Checkpoint | Warning | Finished, Field(discriminator="type")
+]
+parse_event: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
+
+
+class EventWriter:
+    """Appends events to a file. Each line reaches the operating system before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._seq = 0
+
+    def write(self, event: Event) -> None:
+        """Number, stamp and append `event`."""
+        self._seq += 1
+        event.seq, event.time = self._seq, time.time()
+        self._file.write(event.model_dump_json().encode() + b"\n")
+
+
+class EventReader:
+    """Follows an event file: each `read` gives the complete lines written since the one before."""
+
+    def __init__(self, path: Path, after: int = 0) -> None:
+        """Start behind the event with `seq` `after`."""
+        self._path = path
+        self._offset = 0
+        self._skip = after
+
+    def read(self, most: int = 1 << 20) -> list[str]:
+        """Complete lines, without their newlines; about `most` bytes of them, none when there is nothing new."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(most)
+                if b"\n" not in data and len(data) == most:
+                    data += file.readline()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        # Not splitlines(): it also breaks at characters such as U+2028 that JSON leaves as they are.
+        lines = data[:end].decode(errors="replace").split("\n")[:-1]
+        skipped, self._skip = self._skip, max(0, self._skip - len(lines))
+        return lines[skipped:]

@@ -1,0 +1,182 @@
+"""ACE-Step 1.5's diffusion transformer, from either layout on disk, with every weight accounted for."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import AceStepTransformer1DModel
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer_core import sources
+from trainer_core.sources import DEMO, DEMO_MODEL, ModelFiles, SourceError
+
+Variant = Literal["base", "sft", "turbo"]
+
+# (ACE-Step's name, diffusers' name); everything else is called the same (formats.md, section 1).
+RENAMED = (
+    ("proj_in.1.", "proj_in_conv."),
+    ("proj_out.1.", "proj_out_conv."),
+    (".q_proj.", ".to_q."),
+    (".k_proj.", ".to_k."),
+    (".v_proj.", ".to_v."),
+    (".o_proj.", ".to_out.0."),
+    (".q_norm.", ".norm_q."),
+    (".k_norm.", ".norm_k."),
+)
+DIT_PREFIX = "decoder."
+NULL_CONDITION = "null_condition_emb"
+OTHER_PARTS = ("encoder.", "tokenizer.", "detokenizer.")
+
+# All of a hub repository that training reads, in either layout.
+HUB_PATTERNS = [
+    "config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model*",
+    "model_index.json",
+    "transformer/*",
+    "condition_encoder/*",
+]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A frozen transformer in fp32 on the CPU, and what its checkpoint says about how it was trained."""
+
+    transformer: AceStepTransformer1DModel
+    variant: Variant
+    timestep_mu: float
+    timestep_sigma: float
+    null_condition: Tensor | None
+    """The unconditional embedding, [1, 1, D] in fp32; None where the checkpoint has none."""
+
+    @property
+    def condition_width(self) -> int:
+        """D, the width of the condition embeddings."""
+        config = self.transformer.config
+        return int(config.encoder_hidden_size or config.hidden_size)
+
+
+def to_diffusers(name: str) -> str:
+    """ACE-Step's name of a weight (without `decoder.`) as diffusers calls it."""
+    for original, diffusers in RENAMED:
+        name = name.replace(original, diffusers)
+    return name
+
+
+def to_original(name: str) -> str:
+    """The inverse of `to_diffusers`."""
+    for original, diffusers in RENAMED:
+        name = name.replace(diffusers, original)
+    return name
+
+
+def load(source: str, variant: Literal["auto", "base", "sft", "turbo"] = "auto") -> LoadedModel:
+    """The model that `source` names: `demo`, a folder or a hub id.
+
+    Raises SourceError when a file, a config value or a single weight is missing, unexpected or of another shape.
+    """
+    files = sources.find_model(_folder(source))
+    config = sources.read_json(files.config)
+    try:
+        with torch.device("meta"):
+            transformer = build(config)
+    except (TypeError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
+        raise SourceError(f"{files.config} does not describe a model that can be built: {error}") from error
+
+    weights, null_condition = _read(files)
+    _check_names(transformer, weights, files)
+    transformer.load_state_dict(weights, strict=True, assign=True)
+    transformer.requires_grad_(False)
+    return LoadedModel(
+        transformer,
+        _variant(config) if variant == "auto" else variant,
+        float(config.get("timestep_mu", -0.4)),
+        float(config.get("timestep_sigma", 1.0)),
+        null_condition,
+    )
+
+
+def build(config: dict[str, Any]) -> AceStepTransformer1DModel:
+    """A transformer with fresh weights as a checkpoint's config describes it; other keys of the config are ignored."""
+    accepted = inspect.signature(AceStepTransformer1DModel.__init__).parameters
+    return AceStepTransformer1DModel(**{key: config[key] for key in accepted if key in config})
+
+
+def _folder(source: str) -> Path:
+    if source == DEMO:
+        return DEMO_MODEL
+    if not sources.is_hub_id(source):
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=HUB_PATTERNS))
+    except RepositoryNotFoundError as error:
+        raise SourceError(f"The hub has no model {source} that this machine may read. Check the id.") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise SourceError(
+            f"{source} is not on this machine and could not be downloaded ({type(error).__name__}). "
+            "Check the network, or give the folder of a model you have."
+        ) from error
+
+
+def _variant(config: dict[str, Any]) -> Variant:
+    if config.get("is_turbo"):
+        return "turbo"
+    return "sft" if "sft" in str(config.get("model_version") or "") else "base"
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name).float()
+    except (SafetensorError, OSError) as error:
+        raise SourceError(f"{path} can't be read as safetensors: {error}. Download the model again.") from error
+
+
+def _read(files: ModelFiles) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The transformer's weights under diffusers' names, and the null condition."""
+    weights: dict[str, Tensor] = {}
+    null_condition = None
+    for path in files.weights:
+        for name, tensor in _tensors(path):
+            if files.layout == "diffusers":
+                weights[name] = tensor
+            elif name.startswith(DIT_PREFIX):
+                weights[to_diffusers(name.removeprefix(DIT_PREFIX))] = tensor
+            elif name == NULL_CONDITION:
+                null_condition = tensor
+            elif not name.startswith(OTHER_PARTS):
+                weights[name] = tensor
+    for path in files.condition_weights:
+        null_condition = dict(_tensors(path)).get(NULL_CONDITION, null_condition)
+    return weights, null_condition
+
+
+def _check_names(transformer: AceStepTransformer1DModel, weights: dict[str, Tensor], files: ModelFiles) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
+    missing = [name for name in expected if name not in weights]
+    unexpected = [name for name in weights if name not in expected]
+    reshaped = [
+        f"{name} is {list(weights[name].shape)}, should be {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    if not (missing or unexpected or reshaped):
+        return
+    named = [
+        f"{len(names)} {kind} ({sources.shorten(names)})"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        if names
+    ]
+    fitting = len(expected) - len(missing) - len(reshaped)
+    raise SourceError(
+        f"The weights in {files.weights[0].parent} are not those of the model its config.json describes: "
+        f"{fitting} of {len(expected)} match, {', '.join(named)}. Download the model again."
+    )

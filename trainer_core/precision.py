@@ -1,0 +1,109 @@
+"""The device and the number format of a run, chosen for the machine, as Fabric takes them.
+
+Fabric has no accelerator for Intel's xpu, and its mixed precision takes every device but cpu and mps for cuda;
+so the accelerator and the autocast are named here, for each device.
+"""
+
+from typing import Any, Literal
+
+import psutil
+import torch
+from lightning import Fabric
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import MixedPrecision, Precision
+
+from trainer_core.config import HardwareConfig
+
+Device = Literal["cuda", "mps", "xpu", "cpu"]
+MIXED = ("bf16-mixed", "16-mixed")
+WORKING: dict[Device, tuple[str, ...]] = {
+    "cuda": ("bf16-mixed", "16-mixed", "32-true"),
+    "mps": ("bf16-mixed", "32-true"),
+    "xpu": ("bf16-mixed", "32-true"),
+    "cpu": ("32-true", "bf16-mixed"),
+}
+"""The precisions that work on each device; `auto` takes the first."""
+
+
+class HardwareError(ValueError):
+    """This machine has no such device, or the device no such precision."""
+
+
+class Autocast(MixedPrecision):
+    """Mixed precision that leaves the inputs as they are: Fabric's would round the timesteps to 8 bits."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+class XPUAccelerator(Accelerator):
+    """Intel graphics cards, which Fabric does not know."""
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.xpu.set_device(device)
+
+    def teardown(self) -> None:
+        torch.xpu.empty_cache()
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("xpu", index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return torch.xpu.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.xpu.is_available()
+
+    @staticmethod
+    def name() -> str:
+        return "xpu"
+
+
+def available() -> list[Device]:
+    """The devices of this machine, best first; the CPU is always the last."""
+    found: list[Device] = []
+    if torch.cuda.is_available():
+        found.append("cuda")
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    if torch.xpu.is_available():
+        found.append("xpu")
+    return [*found, "cpu"]
+
+
+def choose(hardware: HardwareConfig) -> tuple[Device, str]:
+    """The device and precision to train with. Raises HardwareError naming what works instead."""
+    devices = available()
+    device = devices[0] if hardware.device == "auto" else hardware.device
+    if device not in devices:
+        raise HardwareError(f"This machine has no {device} device that PyTorch can use. It has {', '.join(devices)}.")
+    precision = WORKING[device][0] if hardware.precision == "auto" else hardware.precision
+    if precision not in WORKING[device]:
+        raise HardwareError(
+            f"Precision {precision} does not work on {device}. Choose {' or '.join(WORKING[device])}, or auto."
+        )
+    return device, precision
+
+
+def make_fabric(device: Device, precision: str) -> Fabric:
+    """Fabric on one device; its autocast, where there is one, is that device's own."""
+    plugin = Autocast(precision, device=device) if precision in MIXED else Precision()  # type: ignore[arg-type]
+    return Fabric(accelerator=XPUAccelerator() if device == "xpu" else device, devices=1, plugins=[plugin])
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory in use for training: the device's peak so far, or this process's resident size on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "xpu":
+        return torch.xpu.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return int(psutil.Process().memory_info().rss)

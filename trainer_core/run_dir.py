@@ -1,0 +1,264 @@
+"""A run is a folder. What state it is in is computed from the folder at every look and stored nowhere.
+
+Covers: making run folders, finding them by id, their status and summary, asking for a stop.
+A process id is never written down, so none can be mistaken for another process: the lock tells who lives.
+"""
+
+import json
+import re
+import shutil
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from trainer_core.config import RunConfig
+
+Status = Literal["queued", "starting", "running", "stopping", "completed", "stopped", "aborted", "failed", "crashed"]
+ACTIVE: tuple[Status, ...] = ("starting", "running", "stopping")
+
+LAUNCH_SECONDS = 10.0
+"""How long a started trainer may take to take its lock (an interpreter's start) before it counts as crashed."""
+WINDOW_BYTES = 1 << 16
+"""How much of an event file's start and end a summary reads, so that its cost does not grow with the run."""
+LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
+
+CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# Two looks at once would each see the other's trial lock as a living trainer.
+_looking = threading.Lock()
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint on disk. `bytes` is the size of the adapter's weights."""
+
+    name: str
+    step: int
+    epoch: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a list or a status request shows of a run; None where nothing is known yet."""
+
+    id: str
+    name: str
+    status: Status
+    created: float
+    step: int
+    total_steps: int | None
+    epoch: int
+    total_epochs: int | None
+    loss: float | None
+    message: str | None
+    exit_status: int | None
+    log_tail: list[str]
+    checkpoints: list[CheckpointInfo]
+
+
+class RunDir:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+        self.config = path / "config.json"
+        self.events = path / "events.jsonl"
+        self.log = path / "trainer.log"
+        self.stop = path / "stop"
+        self.checkpoints = path / "checkpoints"
+        self.exit_status = path / "exit_status"
+        """Written by the server that saw the trainer end: nothing else in the folder can tell a kill from a crash."""
+
+    def lock(self) -> FileLock:
+        """The lock that the trainer holds as long as it lives."""
+        return FileLock(self.path / "alive.lock")
+
+    def is_alive(self) -> bool:
+        """Whether a trainer holds the lock."""
+        with _looking:
+            try:
+                with self.lock().acquire(blocking=False):
+                    return False
+            except Timeout:
+                return True
+            except OSError:  # a copied or read-only folder: nobody trains there
+                return False
+
+    def status(self) -> Status:
+        """The run's state, from its lock, its last event and the files beside them."""
+        return self._status(self.is_alive(), _window(self.events))
+
+    def _status(self, alive: bool, window: list[dict[str, Any]]) -> Status:
+        # `alive` was asked before the events were read: a trainer that finished in between left its last line.
+        if window and window[-1]["type"] == "finished":
+            reason: Status = window[-1]["reason"]
+            return reason
+        if alive:
+            if self.stop.exists():
+                return "stopping"
+            return "running" if any(event["type"] == "started" for event in window) else "starting"
+        if not self.log.exists():
+            return "queued"
+        launching = time.time() - self.log.stat().st_mtime < LAUNCH_SECONDS
+        if launching and not window and not self.exit_status.exists():
+            return "starting"
+        return "crashed"
+
+    def summary(self) -> RunSummary:
+        """The run as a list shows it. Costs the same however long the run is."""
+        alive = self.is_alive()
+        window = _window(self.events)
+        status = self._status(alive, window)
+        last = {event["type"]: event for event in window}
+        step, started = last.get("step", {}), last.get("started", {})
+        ended_badly = status in ("crashed", "failed")
+        return RunSummary(
+            id=self.id,
+            name=str(self.settings().get("name", self.id)),
+            status=status,
+            created=self.config.stat().st_mtime,
+            step=step.get("step", 0),
+            total_steps=started.get("total_steps"),
+            epoch=step.get("epoch", 0),
+            total_epochs=started.get("total_epochs"),
+            loss=step.get("loss"),
+            message=last.get("finished", {}).get("message"),
+            exit_status=self._exit_status() if ended_badly else None,
+            log_tail=self.log_tail() if ended_badly else [],
+            checkpoints=self.list_checkpoints(),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The saved configuration as plain data; empty when it was damaged by hand."""
+        try:
+            settings = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return settings if isinstance(settings, dict) else {}
+
+    def load_config(self) -> RunConfig:
+        """The saved configuration. Raises pydantic's ValidationError or OSError when it was damaged."""
+        return RunConfig.model_validate_json(self.config.read_text(encoding="utf-8"))
+
+    def log_tail(self) -> list[str]:
+        """The last lines the trainer printed."""
+        return _tail(self.log, LOG_TAIL_BYTES)[-LOG_TAIL_LINES:]
+
+    def list_checkpoints(self) -> list[CheckpointInfo]:
+        """The complete checkpoints, oldest first."""
+        found = []
+        for folder in self.checkpoints.iterdir() if self.checkpoints.is_dir() else ():
+            if checkpoint := self.find_checkpoint(folder.name):
+                state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+                size = (checkpoint / ADAPTER_FILES[1]).stat().st_size
+                found.append(CheckpointInfo(folder.name, state["step"], state["epoch"], size))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def find_checkpoint(self, name: str) -> Path | None:
+        """The folder of the complete checkpoint `name`, or None. Nothing outside the run is ever returned."""
+        folder = self.checkpoints / name
+        if not CHECKPOINT_NAME.fullmatch(name) or not _is_inside(folder, self.path):
+            return None
+        return folder if all((folder / file).is_file() for file in (*ADAPTER_FILES, "state.json")) else None
+
+    def request_stop(self) -> None:
+        """Ask the trainer to save and stop; harmless when none lives."""
+        if self.status() in ACTIVE:
+            self.stop.touch()
+
+    def delete(self) -> None:
+        """Remove the folder and all that is in it."""
+        shutil.rmtree(self.path)
+
+    def _exit_status(self) -> int | None:
+        try:
+            return int(self.exit_status.read_text())
+        except (OSError, ValueError):
+            return None
+
+
+class RunFolders:
+    """All runs of one home folder."""
+
+    def __init__(self, home: Path) -> None:
+        self.path = home / "runs"
+
+    def create(self, config: RunConfig) -> RunDir:
+        """A new run folder that holds `config`. Raises OSError when it can't be written."""
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{_slug(config.name)}".rstrip("-")
+        path = _first_free(lambda count: self.path / (stem if count == 1 else f"{stem}-{count}"))
+        (path / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        return RunDir(path)
+
+    def find(self, run_id: str) -> RunDir | None:
+        """The run with this id, or None. An id that would lead out of the folder finds nothing."""
+        path = self.path / run_id
+        if not re.fullmatch(r"[\w][\w-]*", run_id) or not _is_inside(path, self.path):
+            return None
+        return RunDir(path) if (path / "config.json").is_file() else None
+
+    def __iter__(self) -> Iterator[RunDir]:
+        """Newest first."""
+        names = sorted((path.name for path in self.path.iterdir()), reverse=True) if self.path.is_dir() else []
+        return (run for name in names if (run := self.find(name)))
+
+    def active(self) -> RunDir | None:
+        """The run whose trainer lives, if any."""
+        return next((run for run in self if run.status() in ACTIVE), None)
+
+
+def _first_free(candidate: Callable[[int], Path]) -> Path:
+    for count in range(1, 1000):
+        try:
+            candidate(count).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return candidate(count)
+    raise FileExistsError(f"There are already 999 folders like {candidate(1)}.")
+
+
+def _slug(name: str) -> str:
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:40].strip("-")
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether `path`, with its links followed, lies in `folder`."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError):  # a loop of links; a NUL
+        return False
+
+
+def _window(path: Path) -> list[dict[str, Any]]:
+    """The events at the start and at the end of a file; a line cut by the window or by a crash is left out."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(WINDOW_BYTES)
+            end = file.seek(0, 2)
+            file.seek(max(len(head), end - WINDOW_BYTES))
+            cut = file.tell() > len(head)
+            tail = file.read()
+    except FileNotFoundError:
+        return []
+    lines = head.split(b"\n")[:-1] + tail.split(b"\n")[1:-1] if cut else (head + tail).split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def _tail(path: Path, most: int) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - most))
+            return file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []

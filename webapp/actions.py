@@ -1,0 +1,75 @@
+"""What the pages' forms do: start, stop and delete a run, download a checkpoint."""
+
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from trainer_core import exports
+from trainer_core.config import ConfigError, validate
+from trainer_core.run_dir import ACTIVE
+from webapp import runs
+from webapp.forms import flatten, from_form
+from webapp.pages import form_page
+from webapp.supervisor import RunActive
+
+
+async def start(request: Request) -> Response:
+    """Start the run the form describes; every problem goes back to the form, with all values kept."""
+    async with request.form() as form:
+        data = from_form(form.multi_items())
+    values = {name: str(value) for name, value in flatten(data).items()}
+    try:
+        config = await run_in_threadpool(validate, data)
+        run = await run_in_threadpool(request.app.state.supervisor.start_in_background, config)
+    except ConfigError as error:
+        return form_page(request, values, errors=error.fields, status=422)
+    except RunActive as error:
+        return form_page(request, values, error=str(error), status=409)
+    except OSError as error:
+        return form_page(request, values, error=f"The run folder can't be written: {error}.", status=507)
+    return RedirectResponse(f"/runs/{run.id}", 303)
+
+
+def stop(request: Request) -> Response:
+    """Ask the trainer to save and stop."""
+    run = runs.requested(request)
+    run.request_stop()
+    return RedirectResponse(f"/runs/{run.id}", 303)
+
+
+def delete(request: Request) -> Response:
+    """Delete a run that is not being trained."""
+    run = runs.requested(request)
+    if run.status() in ACTIVE:
+        raise HTTPException(409, "This run is being trained. Stop it first, then delete it.")
+    run.delete()
+    return RedirectResponse("/", 303)
+
+
+def download(request: Request) -> Response:
+    """A checkpoint as a file to use elsewhere."""
+    run = runs.requested(request)
+    checkpoint = run.find_checkpoint(request.path_params["name"])
+    if not checkpoint:
+        raise HTTPException(404, "There is no such checkpoint in this run.")
+    asked = request.query_params.get("format", "peft")
+    if asked != "peft":
+        raise HTTPException(400, f"Format {asked!r} was asked for; this version writes peft.")
+    name = f"{exports.file_stem(run.summary().name)}-{checkpoint.name}"
+    # Without a name on disk, so nothing is left behind however the download ends.
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _chunks)
+    size = exports.write_zip(checkpoint, name, file)
+    headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.zip"'}
+    return StreamingResponse(_chunks(file), media_type="application/zip", headers=headers)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        file.seek(0)
+        while chunk := file.read(1 << 18):
+            yield chunk

@@ -1,0 +1,70 @@
+"""The same as the pages, as JSON. Every error is {"error": ..., "fields": {...}?}."""
+
+from collections.abc import Iterator
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from trainer_core.config import ConfigError, validate
+from trainer_core.events import EventReader
+from webapp import runs
+from webapp.supervisor import RunActive
+
+
+def list_runs(request: Request) -> Response:
+    """All runs, newest first."""
+    return JSONResponse({"runs": [runs.as_data(run.summary()) for run in runs.folders(request)]})
+
+
+async def start(request: Request) -> Response:
+    """Start the RunConfig in the body."""
+    try:
+        data = await request.json()
+    except ValueError as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise HTTPException(422, f"The body is a JSON {type(data).__name__}; send an object with a run's settings.")
+    try:
+        config = await run_in_threadpool(validate, data)
+        run = await run_in_threadpool(request.app.state.supervisor.start_in_background, config)
+    except ConfigError as error:
+        return JSONResponse({"error": "The settings can't be used.", "fields": error.fields}, 422)
+    except RunActive as error:
+        return JSONResponse({"error": str(error), "active": error.run.id}, 409)
+    except OSError as error:
+        raise HTTPException(507, f"The run folder can't be written: {error}.") from error
+    return JSONResponse({"id": run.id}, 201)
+
+
+def show_run(request: Request) -> Response:
+    """One run."""
+    return JSONResponse(runs.as_data(runs.requested(request).summary()))
+
+
+def stop(request: Request) -> Response:
+    """Ask the trainer to save and stop; answers with the run as it is then."""
+    run = runs.requested(request)
+    run.request_stop()
+    return JSONResponse(runs.as_data(run.summary()))
+
+
+def events(request: Request) -> Response:
+    """The events after `after`, one JSON line each."""
+    reader = EventReader(runs.requested(request).events, after_parameter(request.query_params.get("after")))
+
+    def lines() -> Iterator[str]:
+        while read := reader.read():
+            yield "".join(f"{line}\n" for line in read)
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+
+def after_parameter(value: str | None) -> int:
+    """The `after` of an address. Raises a 400."""
+    if value is None:
+        return 0
+    if not (value.isascii() and value.isdigit() and len(value) < 16):
+        raise HTTPException(400, f"after={value!r} was given; it takes the seq of the last event you have, from 0.")
+    return int(value)

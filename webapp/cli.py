@@ -1,0 +1,95 @@
+"""The `descant` command: serve the pages, or train one configuration without them."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import webbrowser
+from pathlib import Path
+
+from trainer_core.config import ConfigError, validate
+from trainer_core.run_dir import RunFolders
+from webapp.settings import Settings, StartError, default_home, listen, prepare_home
+from webapp.supervisor import RunActive, Supervisor, record_exit
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; `descant` alone serves. Exit status 2 when it can't start."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+        given = ["serve", *given]
+    parser = argparse.ArgumentParser(prog="descant", description="Train adapters for ACE-Step 1.5.")
+    commands = parser.add_subparsers(required=True)
+    home = argparse.ArgumentParser(add_help=False)
+    home.add_argument("--home", type=Path, default=default_home(), help="where runs are kept (%(default)s)")
+
+    serve_parser = commands.add_parser("serve", parents=[home], help="serve the pages (what descant alone does)")
+    serve_parser.add_argument("--host", default=Settings.host, help="a loopback address (%(default)s)")
+    serve_parser.add_argument("--port", type=int, default=Settings.port, help="(%(default)s)")
+    serve_parser.add_argument("--no-open", action="store_true", help="do not open a browser")
+    serve_parser.set_defaults(command=serve)
+
+    train_parser = commands.add_parser("train", parents=[home], help="train a configuration in this terminal")
+    train_parser.add_argument("config", type=Path, metavar="CONFIG.json", help="a run's settings")
+    train_parser.set_defaults(command=train)
+
+    options = parser.parse_args(given)
+    try:
+        status = options.command(options)
+    except StartError as error:
+        print(f"descant: {error}", file=sys.stderr)
+        return 2
+    assert isinstance(status, int)
+    return status
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve the pages until interrupted. Runs go on by themselves."""
+    settings = Settings(prepare_home(options.home), options.host, options.port)
+    listening = listen(settings.host, settings.port)
+
+    import uvicorn
+
+    from webapp.app import make_app
+
+    print(f"Descant is at {settings.address}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
+    if not options.no_open and has_browser():
+        webbrowser.open(settings.address)  # the socket listens already, so the browser only waits
+    server = uvicorn.Server(uvicorn.Config(make_app(settings), log_level="warning", timeout_graceful_shutdown=2))
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+    return 0
+
+
+def has_browser() -> bool:
+    """Whether a graphical browser can be opened; without a screen Python would start one in the terminal."""
+    if sys.platform.startswith("linux"):
+        return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    return True
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train in the foreground, in the same kind of run folder. Ctrl-C saves and stops."""
+    try:
+        data = json.loads(options.config.read_text(encoding="utf-8"))
+        config = validate(data if isinstance(data, dict) else {"config": data})
+    except ConfigError as error:
+        problems = "\n".join(f"  {name}: {message}" for name, message in error.fields.items())
+        raise StartError(f"{options.config} can't be used:\n{problems}") from error
+    except OSError as error:
+        raise StartError(f"{options.config} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise StartError(f"{options.config} is not valid JSON: {error}.") from error
+    try:
+        run, process = Supervisor(RunFolders(prepare_home(options.home))).start(config, in_terminal=True)
+    except RunActive as error:
+        raise StartError(str(error)) from error
+    print(f"Training in {run.path}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer gets it too, and ends the run
+    return record_exit(run, process)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The form of a run: made from the config's fields, and read back into the nested dict the config is made from."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_core.config import RunConfig, Section, allowed, choices, fields
+
+
+@dataclass(frozen=True)
+class FormField:
+    """One input: `name` is the config's dotted field name, `value` what stands in it."""
+
+    name: str
+    label: str
+    help: str
+    unit: str
+    kind: str
+    choices: tuple[str, ...]
+    allowed: str
+    value: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class FormSection:
+    """A titled group of fields."""
+
+    title: str
+    fields: list[FormField]
+
+
+def form_sections(values: Mapping[str, str], errors: Mapping[str, str] | None = None) -> list[FormSection]:
+    """The whole form with these values, by dotted name, and the errors at their fields."""
+    sections: dict[str, FormSection] = {}
+    for name, info in fields().items():
+        group = name.rpartition(".")[0]
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        options = choices(info)
+        kind = "choice" if options else "text" if info.annotation is str else "number"
+        field = FormField(
+            name=name,
+            label=info.title or name,
+            help=info.description or "",
+            unit=str(extra.get("unit", "")),
+            kind=kind,
+            choices=options,
+            allowed=allowed(info),
+            value=values.get(name, ""),
+            error=(errors or {}).get(name),
+        )
+        sections.setdefault(group, FormSection(_title(group), [])).fields.append(field)
+    return list(sections.values())
+
+
+def to_values(config: Mapping[str, Any]) -> dict[str, str]:
+    """A config's nested dict as the form's values; unset fields get their defaults."""
+    given = flatten(config)
+    defaults = flatten(RunConfig().model_dump())
+    return {name: str(given.get(name, default)).removesuffix(".0") for name, default in defaults.items()}
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested dict under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{name}.{inner}": item for inner, item in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def from_form(items: Iterable[tuple[str, object]]) -> dict[str, Any]:
+    """The nested dict that posted names and values stand for. A name that is no field stays, to be refused."""
+    data: dict[str, Any] = {}
+    for name, value in items:
+        section, _, inner = name.partition(".")
+        if inner and data.get(section, {}).__class__ is dict:
+            data.setdefault(section, {})[inner] = str(value)
+        else:
+            data[name] = str(value)
+    return data
+
+
+def _title(group: str) -> str:
+    section = RunConfig.model_fields[group].annotation if group else RunConfig
+    assert isinstance(section, type)
+    assert issubclass(section, Section)
+    assert section.__doc__
+    return section.__doc__.splitlines()[0]
