@@ -29,14 +29,14 @@ def main() -> int:
         with run.lock().acquire(timeout=LOCK_SECONDS):
             if run.events.exists():
                 parser.error(f"{run.path} has run before; a run folder is used once. Start a new run.")
-            return train_and_record(run, show_progress=arguments.progress)
+            with EventWriter(run.events) as writer:
+                return train_and_record(run, writer, show_progress=arguments.progress)
     except Timeout:
         parser.error(f"{run.path} is being trained by another process.")
 
 
-def train_and_record(run: RunDir, show_progress: bool) -> int:
+def train_and_record(run: RunDir, writer: EventWriter, show_progress: bool) -> int:
     """Train `run`; however it ends, short of a kill, the last line of its events says so."""
-    writer = EventWriter(run.events)
     bar = ProgressBar() if show_progress else None
     last = Step(step=0, epoch=0, loss=None, learning_rate=0, grad_norm=None, seconds=0, memory_bytes=0)
 

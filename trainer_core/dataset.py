@@ -61,7 +61,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise SourceError(
-            "it holds something other than tensors and plain values, which could run code, so it was not opened."
+            "it is not a file of tensors and plain values alone; such a file could run code, so it was not opened."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise SourceError("it is cut short or not a tensor file.") from error
@@ -81,7 +81,7 @@ def check_width(samples: list[Sample], condition_width: int) -> None:
         name, width = next(iter(others.items()))
         raise SourceError(
             f"{len(others)} of {len(samples)} samples do not fit this model: the condition in {name} is {width} wide, "
-            f"the model takes {condition_width}. Use the model the data set was made with, or make it again with this one."
+            f"the model takes {condition_width}. Use the model the data set was made with, or make the data set again."
         )
 
 
@@ -114,7 +114,9 @@ def _tensor(tensors: dict[str, Any], key: str, shape: tuple[int | None, ...]) ->
         raise SourceError(f'it has no "{key}"; it has {sources.shorten(str(key) for key in tensors) or "nothing"}.')
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise SourceError(f"{key} is not a tensor of floating-point numbers.")
-    if len(tensor.shape) != len(shape) or any(want not in (None, size) for want, size in zip(shape, tensor.shape)):
+    if len(tensor.shape) != len(shape) or any(
+        want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
+    ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise SourceError(f"{key} is {list(tensor.shape)}, should be [{wanted}].")
     return tensor

@@ -123,6 +123,12 @@ class EventWriter:
         self._file = path.open("ab", buffering=0)
         self._seq = 0
 
+    def __enter__(self) -> "EventWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
     def write(self, event: Event) -> None:
         """Number, stamp and append `event`."""
         self._seq += 1

@@ -16,12 +16,13 @@ FINAL_FACTOR = 0.01
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int) -> float:
     """The share of the peak learning rate that update `step` (from 1) uses.
 
-    A straight line to 1 at `warmup_steps`, then half a cosine to FINAL_FACTOR at `total_steps`.
+    A straight line to the peak at `warmup_steps` (at the first update without warm-up), then half a cosine to
+    FINAL_FACTOR at `total_steps`.
     """
-    if step <= warmup_steps:
-        return step / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return FINAL_FACTOR + (1 - FINAL_FACTOR) * (1 + math.cos(math.pi * progress)) / 2
+    peak = max(1, warmup_steps)
+    if step <= peak:
+        return step / peak
+    return FINAL_FACTOR + (1 - FINAL_FACTOR) * (1 + math.cos(math.pi * (step - peak) / (total_steps - peak))) / 2
 
 
 def make_optimizer(parameters: Iterable[Parameter], config: TrainingConfig) -> AdamW:

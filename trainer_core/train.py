@@ -49,7 +49,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     transformer = base.transformer
     adapted_modules = adapter.inject(transformer, config.adapter)
-    names, parameters = zip(*adapter.trainable(transformer))
+    trained = dict(adapter.trainable(transformer))
+    parameters = list(trained.values())
     window = training.batch_size * training.gradient_accumulation
     total_steps = training.epochs * math.ceil(len(samples) / window)
     warmup_steps = training.warmup_steps
@@ -128,7 +129,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
             loss_value, grad_norm = torch.stack([loss, total_norm]).tolist()  # the step's one device sync
             if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
-                bad = [name for name, p in zip(names, parameters) if p.grad is not None and not p.grad.isfinite().all()]
+                bad = [name for name, p in trained.items() if p.grad is not None and not p.grad.isfinite().all()]
                 if scaler is not None:
                     stepper.step()  # the scaler leaves the weights alone and lowers its scale
                 optimizer.zero_grad()
@@ -140,7 +141,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                         epoch=epoch,
                         reason="non-finite gradients" if bad else "non-finite loss",
                         nonfinite_tensors=len(bad),
-                        total_tensors=len(names),
+                        total_tensors=len(trained),
                         names=[model.to_original(name) for name in bad[:3]],
                     )
                 )

@@ -16,7 +16,7 @@ export function stepRange({ columns, skips }) {
 }
 
 /** Around the losses in sight. The highest half percent may be cut off, or one outlier would flatten the rest. */
-export function lossRange({ step, loss, smoothed }, { min, max }) {
+export function lossRange({ step, loss, smoothed }, [min, max]) {
   const inSight = (values) => values.filter((value, index) => value !== null && step[index] >= min && step[index] <= max);
   const averages = inSight(smoothed);
   if (!averages.length) return [0, 1];

@@ -23,12 +23,12 @@ export function showLossChart(store, page) {
       padding: [8, 12, 0, 0],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => setZoom(null) } },
       scales: {
-        x: { time: false, range: () => zoom ?? stepRange(store) },
-        y: { range: (chart) => lossRange(store.columns, chart.scales.x) },
+        x: { time: false, range: stepsInSight },
+        y: { range: () => lossRange(store.columns, stepsInSight()) },
       },
       axes: [
-        { ...axis, size: 32, space: 64, incrs: STEP_TICKS, values: (_, steps) => steps.map(format.count) },
-        { ...axis, size: 56, space: 48 },
+        { ...axis, size: 24, space: 64, incrs: STEP_TICKS, values: (_, steps) => (hasSteps() ? steps.map(format.count) : []) },
+        { ...axis, size: 48, space: 48, values: (_, losses) => (hasSteps() ? losses.map(String) : []) },
       ],
       series: [
         {},
@@ -46,13 +46,16 @@ export function showLossChart(store, page) {
     container,
   );
 
-  function columnsOf({ columns }) {
-    return [columns.step, columns.loss, columns.smoothed];
+  function hasSteps() {
+    return store.columns.step.length > 0 || store.skips.length > 0;
+  }
+
+  function stepsInSight() {
+    return zoom ?? stepRange(store);
   }
 
   function draw() {
-    const hasSteps = store.columns.step.length > 0;
-    empty.hidden = hasSteps || store.run === null;
+    empty.hidden = hasSteps() || store.run === null;
     empty.textContent = store.isFinal ? "No step was made." : "The curve begins with the first step.";
     skippedKey.classList.toggle("is-absent", store.skips.length === 0);
     chart.setData(columnsOf(store));
@@ -88,6 +91,10 @@ export function showLossChart(store, page) {
     colours = readColours();
     chart.redraw(false);
   });
+}
+
+function columnsOf({ columns }) {
+  return [columns.step, columns.loss, columns.smoothed];
 }
 
 function sizeOf(container) {

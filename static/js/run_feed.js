@@ -17,10 +17,13 @@ const words = {
     (event.nonfinite_tensors ? ` in ${event.nonfinite_tensors} of ${event.total_tensors} tensors (${event.names.join(", ")}…)` : ""),
   epoch: (event) =>
     `Epoch ${format.count(event.epoch)}: loss ${format.loss(event.loss)}, ${plural(event.updates, "step", "steps")}` +
-    `${event.skipped ? `, ${event.skipped} skipped` : ""} in ${format.duration(event.seconds)}`,
+    `${event.skipped ? `, ${event.skipped} skipped` : ""} in ${event.seconds < 60 ? format.seconds(event.seconds) : format.duration(event.seconds)}`,
   checkpoint: (event) => `Checkpoint of step ${format.count(event.step)} saved, ${format.bytes(event.bytes)}`,
   warning: (event) => `Warning: ${event.message}`,
-  finished: (event) => `${format.capitalized(event.reason)}: ${event.message}`,
+  finished: (event) => {
+    const reason = format.capitalized(event.reason);
+    return event.message.startsWith(reason) ? event.message : `${reason}: ${event.message}`;
+  },
 };
 
 export function showFeed(store, page) {

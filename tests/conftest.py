@@ -1,0 +1,133 @@
+"""What tests share: the fixture model, run folders, and a real server process on a free port."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from trainer_core.config import RunConfig
+from trainer_core.run_dir import RunDir, RunFolders
+
+FIXTURE = Path(__file__).parent / "fixtures" / "acestep-original-base"
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30) -> Any:
+    """The first true value of `condition`; fails the test after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def read_events(run: RunDir, kind: str | None = None) -> list[dict[str, Any]]:
+    """The run's events so far, those of one type if `kind` is given."""
+    if not run.events.exists():
+        return []
+    complete = run.events.read_text(encoding="utf-8").rpartition("\n")[0]
+    events = [json.loads(line) for line in complete.split("\n") if line]
+    return [event for event in events if kind in (None, event["type"])]
+
+
+def fixture_settings(**sections: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a quick run on the fixture model and its five samples, with some fields set otherwise."""
+    settings: dict[str, Any] = {
+        "name": "fixture",
+        "model": {"source": str(FIXTURE / "checkpoint")},
+        "dataset": {"source": str(FIXTURE / "tensors")},
+        "adapter": {"rank": 4, "alpha": 8},
+        "training": {"epochs": 2, "warmup_steps": 1},
+        "hardware": {"device": "cpu"},
+    }
+    for name, fields in sections.items():
+        settings[name] = settings.get(name, {}) | fields
+    return settings
+
+
+def make_run(home: Path, **sections: dict[str, Any]) -> RunDir:
+    """A new run folder with `fixture_settings`."""
+    return RunFolders(home).create(RunConfig.model_validate(fixture_settings(**sections)))
+
+
+class Server:
+    """`descant serve` as a process."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.runs = RunFolders(home)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.address, timeout=30)
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        command = [sys.executable, "-m", "webapp.cli", "serve", "--no-open"]
+        self.process = subprocess.Popen(
+            [*command, "--home", str(self.home), "--port", str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert self.process.stdout
+        assert b"Descant is at" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        """Kill the server without a chance to clean up."""
+        self.process.kill()
+        self.end()
+
+    def end(self) -> None:
+        """Wait for the process, and let its pipe go."""
+        self.process.wait(10)
+        assert self.process.stdout
+        self.process.stdout.close()
+
+    def begin(self, **sections: dict[str, Any]) -> RunDir:
+        """Start a run on the fixture model over the API."""
+        answer = self.http.post("/api/runs", json=fixture_settings(**sections))
+        assert answer.status_code == 201, answer.text
+        run = self.runs.find(answer.json()["id"])
+        assert run
+        return run
+
+
+def trainer_pid(run: RunDir) -> int:
+    """The trainer's process, found as a person would: by its command line."""
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return next(int(line.split()[0]) for line in listing.splitlines() if f"-m trainer_core {run.path}" in line)
+
+
+def kill_trainer(run: RunDir) -> None:
+    """Kill the run's trainer as the system would, without a chance to clean up."""
+    os.kill(trainer_pid(run), signal.SIGKILL)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server over an empty home; it and its trainer are gone after the test."""
+    server = Server(tmp_path / "home")
+    try:
+        yield server
+    finally:
+        for run in server.runs:
+            if run.is_alive():
+                kill_trainer(run)
+        server.http.close()
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(8)
+            server.process.kill()
+        server.end()

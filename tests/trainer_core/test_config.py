@@ -1,0 +1,94 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import FIXTURE
+from trainer_core.config import ConfigError, RunConfig, allowed, fields, validate
+
+
+def problems(settings: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(settings)
+    return caught.value.fields
+
+
+def test_the_defaults_are_the_demo_and_valid() -> None:
+    config = validate({})
+    assert (config.model.source, config.dataset.source) == ("demo", "demo")
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_every_field_has_a_label_help_and_a_description_of_what_it_takes() -> None:
+    for name, field in fields().items():
+        assert field.title, name
+        assert field.description, name
+        assert field.description.endswith("."), name
+        assert allowed(field), name
+
+
+def test_all_problems_are_reported_at_once_each_at_its_field() -> None:
+    found = problems(
+        {
+            "name": "",
+            "model": {"source": "/no/such/model"},
+            "dataset": {"source": "/no/such/data"},
+            "adapter": {"rank": 0},
+            "training": {"learning_rate": "abc", "epochs": 2.5, "seed": -1},
+            "hardware": {"device": "tpu"},
+            "surprise": 1,
+        }
+    )
+    assert set(found) == {
+        "name",
+        "model.source",
+        "dataset.source",
+        "adapter.rank",
+        "training.learning_rate",
+        "training.epochs",
+        "training.seed",
+        "hardware.device",
+        "surprise",
+    }
+    assert found["adapter.rank"] == "0 was given; this takes a whole number from 1 to 1,024."
+    assert found["training.learning_rate"] == "'abc' was given; this takes a number above 0 to 1."
+    assert found["hardware.device"] == "'tpu' was given; this takes one of auto, cuda, mps, xpu, cpu."
+    assert found["name"] == "Nothing was given; this takes 1 to 80 characters."
+    assert "/no/such/model" in found["model.source"]
+    assert "no such field" in found["surprise"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", float("inf"), None, [], {}, "1e999", 0, -1, True])
+def test_a_learning_rate_is_a_finite_number_above_zero(value: object) -> None:
+    if value is True:  # JSON true is 1 to pydantic, which is in bounds
+        assert validate({"training": {"learning_rate": value}}).training.learning_rate == 1
+    else:
+        assert set(problems({"training": {"learning_rate": value}})) == {"training.learning_rate"}
+
+
+@pytest.mark.parametrize("value", ["x", 3, None, []])
+def test_a_section_must_be_an_object(value: object) -> None:
+    assert "JSON object" in problems({"training": value})["training"]
+
+
+def test_a_folder_is_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FIXTURE.parent)
+    config = validate(
+        {"model": {"source": f"{FIXTURE.name}/checkpoint"}, "dataset": {"source": f"{FIXTURE.name}/tensors"}}
+    )
+    assert Path(config.model.source) == FIXTURE / "checkpoint"
+    assert Path(config.dataset.source) == FIXTURE / "tensors"
+
+
+def test_a_hub_id_stays_as_it_is() -> None:
+    assert validate({"model": {"source": "owner/some-model"}}).model.source == "owner/some-model"
+
+
+def test_a_saved_run_still_loads_after_its_folders_are_gone(tmp_path: Path) -> None:
+    text = json.dumps({"dataset": {"source": str(tmp_path / "gone")}})
+    assert RunConfig.model_validate_json(text).dataset.source == str(tmp_path / "gone")
+
+
+def test_nul_in_a_path_is_refused() -> None:
+    assert "NUL" in problems({"dataset": {"source": "a\0b"}})["dataset.source"]

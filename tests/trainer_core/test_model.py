@@ -1,0 +1,175 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.conftest import FIXTURE
+from trainer_core import model
+from trainer_core.sources import DEMO_MODEL, SourceError
+
+CHECKPOINT = FIXTURE / "checkpoint"
+
+
+def output(loaded: model.LoadedModel) -> Tensor:
+    """The transformer's output for the reference's inputs."""
+    reference = load_file(FIXTURE / "reference.safetensors")
+    with torch.no_grad():
+        prediction: Tensor = loaded.transformer(
+            hidden_states=reference["hidden_states"],
+            timestep=reference["timestep"],
+            timestep_r=reference["timestep"],
+            encoder_hidden_states=reference["encoder_hidden_states"],
+            context_latents=reference["context_latents"],
+            return_dict=False,
+        )[0]
+    return prediction
+
+
+def expected() -> Tensor:
+    return load_file(FIXTURE / "reference.safetensors")["expected_base"]
+
+
+def checkpoint_with(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> str:
+    """The fixture checkpoint in `folder` with its tensors changed."""
+    shutil.copy(CHECKPOINT / "config.json", folder)
+    tensors = load_file(CHECKPOINT / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_the_original_layout_reproduces_the_original_code() -> None:
+    loaded = model.load(str(CHECKPOINT))
+    assert (output(loaded) - expected()).abs().max() <= 1e-6
+    assert loaded.variant == "base"
+    assert (loaded.timestep_mu, loaded.timestep_sigma) == (-0.4, 1.0)
+    assert loaded.null_condition is not None
+    assert torch.equal(loaded.null_condition, load_file(CHECKPOINT / "model.safetensors")["null_condition_emb"].float())
+    assert not any(parameter.requires_grad for parameter in loaded.transformer.parameters())
+    assert {parameter.dtype for parameter in loaded.transformer.parameters()} == {torch.float32}
+
+
+def test_shards_with_an_index_load_as_one_file_does(tmp_path: Path) -> None:
+    shutil.copy(CHECKPOINT / "config.json", tmp_path)
+    tensors = sorted(load_file(CHECKPOINT / "model.safetensors").items())
+    half = len(tensors) // 2
+    weight_map = {}
+    for number, part in enumerate((tensors[:half], tensors[half:]), start=1):
+        name = f"model-0000{number}-of-00002.safetensors"
+        save_file(dict(part), tmp_path / name)
+        weight_map |= {key: name for key, _ in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert (output(model.load(str(tmp_path))) - expected()).abs().max() <= 1e-6
+
+
+def test_a_diffusers_transformer_and_pipeline_load(tmp_path: Path) -> None:
+    original = model.load(str(CHECKPOINT))
+    original.transformer.save_pretrained(tmp_path / "transformer")
+    alone = model.load(str(tmp_path / "transformer"))
+    assert torch.equal(output(alone), output(original))
+    assert alone.null_condition is None
+
+    (tmp_path / "condition_encoder").mkdir()
+    null_condition = {"null_condition_emb": torch.ones(1, 1, 64)}
+    save_file(null_condition, tmp_path / "condition_encoder" / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "model_index.json").write_text("{}")
+    pipeline = model.load(str(tmp_path))
+    assert torch.equal(output(pipeline), output(original))
+    assert pipeline.null_condition is not None
+    assert pipeline.null_condition.sum() == 64
+
+
+def test_a_missing_weight_is_counted_and_named(tmp_path: Path) -> None:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        del tensors["decoder.layers.1.mlp.up_proj.weight"]
+
+    with pytest.raises(SourceError, match=r"\d+ of \d+ match, 1 missing \(layers\.1\.mlp\.up_proj\.weight\)"):
+        model.load(checkpoint_with(tmp_path, drop))
+
+
+def test_an_unexpected_weight_is_counted_and_named(tmp_path: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["decoder.layers.9.surprise"] = torch.ones(1)
+        tensors["elsewhere.weight"] = torch.ones(1)
+
+    with pytest.raises(SourceError, match=r"2 unexpected \(.*(surprise|elsewhere)"):
+        model.load(checkpoint_with(tmp_path, add))
+
+
+def test_weights_of_another_size_name_both_shapes(tmp_path: Path) -> None:
+    def reshape(tensors: dict[str, Tensor]) -> None:
+        tensors["decoder.condition_embedder.weight"] = torch.ones(64, 32)
+
+    with pytest.raises(
+        SourceError, match=r"1 of another shape \(condition_embedder.weight is \[64, 32\], should be \[64, 64\]"
+    ):
+        model.load(checkpoint_with(tmp_path, reshape))
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with pytest.raises(SourceError, match="can't be read as safetensors"):
+        model.load(str(tmp_path))
+
+
+def test_a_config_that_builds_no_model_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "many"}))
+    with pytest.raises(SourceError, match="does not describe a model that can be built"):
+        model.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "variant"),
+    [
+        ({"is_turbo": True, "model_version": "turbo"}, "turbo"),
+        ({"is_turbo": False, "model_version": "sft"}, "sft"),
+        ({"is_turbo": False, "model_version": "xl-sft"}, "sft"),
+        ({"is_turbo": False, "model_version": "base"}, "base"),
+        ({"model_version": None}, "base"),
+    ],
+)
+def test_the_variant_is_read_from_the_config(config: dict[str, object], variant: str, tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | config))
+    assert model.load(str(tmp_path)).variant == variant
+    assert model.load(str(tmp_path), "sft").variant == "sft"
+
+
+def test_renaming_goes_both_ways() -> None:
+    tensors = load_file(CHECKPOINT / "model.safetensors")
+    names = [name.removeprefix("decoder.") for name in tensors if name.startswith("decoder.")]
+    assert names
+    for name in names:
+        assert model.to_original(model.to_diffusers(name)) == name
+
+
+def test_the_demo_model_is_small_and_real() -> None:
+    size = sum(path.stat().st_size for path in DEMO_MODEL.iterdir())
+    assert size <= 4_000_000
+    loaded = model.load("demo")
+    assert type(loaded.transformer).__name__ == "AceStepTransformer1DModel"
+    assert 1e6 <= sum(parameter.numel() for parameter in loaded.transformer.parameters()) <= 3e6
+    assert loaded.null_condition is not None
+
+
+def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path) -> None:
+    code = "from trainer_core import model; model.load('owner/some-model')"
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    outcome = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert outcome.returncode == 1
+    last = outcome.stderr.strip().splitlines()[-1]
+    assert "owner/some-model is not on this machine and could not be downloaded" in last
+    assert "give the folder of a model you have" in last

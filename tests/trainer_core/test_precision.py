@@ -1,0 +1,77 @@
+"""Which device and precision a run gets. Devices that are not here are mocked only where the choice is made."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_core import precision
+from trainer_core.config import HardwareConfig
+from trainer_core.precision import Autocast, HardwareError, choose, make_fabric
+
+
+def hardware(**fields: Any) -> HardwareConfig:
+    return HardwareConfig.model_validate(fields)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The devices of a machine that has them all; change the list to take some away."""
+    present: list[Any] = ["cuda", "mps", "xpu", "cpu"]
+    monkeypatch.setattr(precision, "available", lambda: present)
+    return present
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cuda", "bf16-mixed"), ("mps", "bf16-mixed"), ("xpu", "bf16-mixed"), ("cpu", "32-true")],
+)
+def test_auto_precision_for_each_device(device: str, expected: str, devices: list[Any]) -> None:
+    assert choose(hardware(device=device)) == (device, expected)
+
+
+def test_auto_device_is_the_first_there_is(devices: list[Any]) -> None:
+    assert choose(hardware())[0] == "cuda"
+    devices.remove("cuda")
+    assert choose(hardware())[0] == "mps"
+    devices[:] = ["cpu"]
+    assert choose(hardware()) == ("cpu", "32-true")
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "cpu"])
+def test_fp16_is_refused_except_on_cuda(device: str, devices: list[Any]) -> None:
+    with pytest.raises(
+        HardwareError, match=f"16-mixed does not work on {device}.*(bf16-mixed or 32-true|32-true or bf16)"
+    ):
+        choose(hardware(device=device, precision="16-mixed"))
+    assert choose(hardware(device="cuda", precision="16-mixed")) == ("cuda", "16-mixed")
+
+
+def test_a_device_that_is_not_here_is_refused_by_name() -> None:
+    with pytest.raises(HardwareError, match=r"no xpu device that PyTorch can use\. It has .*cpu"):
+        choose(hardware(device="xpu"))
+
+
+def test_what_this_machine_has_ends_with_the_cpu() -> None:
+    assert precision.available()[-1] == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu", "cpu"])
+def test_autocast_is_the_devices_own_and_inputs_stay_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A2: Fabric would take xpu for cuda, and would round the timesteps."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(precision, "Fabric", lambda **arguments: made.update(arguments))
+    make_fabric(device, "bf16-mixed")  # type: ignore[arg-type]
+    (plugin,) = made["plugins"]
+    assert isinstance(plugin, Autocast)
+    assert plugin.device == device
+    assert plugin.convert_input({"t": torch.ones(1)})["t"].dtype == torch.float32
+    accelerator = made["accelerator"]
+    assert (accelerator if isinstance(accelerator, str) else accelerator.name()) == device
+
+
+def test_fabric_on_the_cpu_computes_in_the_chosen_precision() -> None:
+    for number_format, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
+        fabric = make_fabric("cpu", number_format)
+        with fabric.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
