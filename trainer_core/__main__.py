@@ -9,7 +9,7 @@ from types import FrameType
 
 from filelock import Timeout
 
-from trainer_core.events import Event, EventWriter, Finished, Phase, Started, Step
+from trainer_core.events import Epoch, Event, EventWriter, Finished, Phase, Started, Step
 from trainer_core.run_dir import RunDir
 
 # A look at the run's status tries the lock for an instant; longer than this, another trainer has it.
@@ -37,15 +37,14 @@ def main() -> int:
 
 def train_and_record(run: RunDir, writer: EventWriter, show_progress: bool) -> int:
     """Train `run`; however it ends, short of a kill, the last line of its events says so."""
-    bar = ProgressBar() if show_progress else None
+    show = ProgressBar().show if show_progress else print_event
     last = Step(step=0, epoch=0, loss=None, learning_rate=0, grad_norm=None, seconds=0, memory_bytes=0)
 
     def emit(event: Event) -> None:
         nonlocal last
         writer.write(event)
         last = event if isinstance(event, Step) else last
-        if bar:
-            bar.show(event)
+        show(event)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         run.stop.touch()
@@ -66,6 +65,12 @@ def train_and_record(run: RunDir, writer: EventWriter, show_progress: bool) -> i
         finished = Finished(reason="failed", message=message, step=last.step, epoch=last.epoch)
     emit(finished)
     return 0 if finished.reason in ("completed", "stopped") else 1
+
+
+def print_event(event: Event) -> None:
+    """One line for the log; steps are in the events, and a night of them would bury everything else."""
+    if not isinstance(event, Step | Epoch):
+        print(event.model_dump_json(exclude={"seq", "time"}), flush=True)
 
 
 class ProgressBar:

@@ -5,7 +5,7 @@ The form, the JSON API and their error messages are made from these fields; noth
 
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, MaxLen
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -179,18 +179,16 @@ def allowed(field: FieldInfo) -> str:
     if field.annotation is str:
         longest = next((rule.max_length for rule in field.metadata if isinstance(rule, MaxLen)), None)
         return f"1 to {longest} characters" if longest else "some text"
-    words = ["a whole number" if field.annotation is int else "a number"]
+    words = "a whole number" if field.annotation is int else "a number"
     for rule in field.metadata:
         match rule:
             case Gt(gt=bound):
-                words.append(f"above {bound:,}")
+                words += f" above {bound:,.10g}, up"
             case Ge(ge=bound):
-                words.append(f"from {bound:,}")
+                words += f" from {bound:,.10g}"
             case Le(le=bound):
-                words.append(f"to {bound:,}")
-            case MinLen():
-                pass
-    return " ".join(words)
+                words += f" to {bound:,.10g}"
+    return words
 
 
 def validate(data: dict[str, Any]) -> RunConfig:

@@ -29,6 +29,8 @@ WINDOW_BYTES = 1 << 16
 """How much of an event file's start and end a summary reads, so that its cost does not grow with the run."""
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
 
+# One folder's name, also as file managers name a copy: "20261130-084701-my-adapter (copy)".
+RUN_ID = re.compile(r"\w[\w .()+-]{0,199}")
 CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -126,7 +128,7 @@ class RunDir:
             id=self.id,
             name=str(self.settings().get("name", self.id)),
             status=status,
-            created=self.config.stat().st_mtime,
+            created=self.created,
             step=step.get("step", 0),
             total_steps=started.get("total_steps"),
             epoch=step.get("epoch", 0),
@@ -137,6 +139,14 @@ class RunDir:
             log_tail=self.log_tail() if ended_badly else [],
             checkpoints=self.list_checkpoints(),
         )
+
+    @property
+    def created(self) -> float:
+        """When the run was made, in seconds since 1970; 0 if it has just been deleted."""
+        try:
+            return self.config.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def settings(self) -> dict[str, Any]:
         """The saved configuration as plain data; empty when it was damaged by hand."""
@@ -159,9 +169,12 @@ class RunDir:
         found = []
         for folder in self.checkpoints.iterdir() if self.checkpoints.is_dir() else ():
             if checkpoint := self.find_checkpoint(folder.name):
-                state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-                size = (checkpoint / ADAPTER_FILES[1]).stat().st_size
-                found.append(CheckpointInfo(folder.name, state["step"], state["epoch"], size))
+                try:
+                    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+                    size = (checkpoint / ADAPTER_FILES[1]).stat().st_size
+                    found.append(CheckpointInfo(folder.name, state["step"], state["epoch"], size))
+                except (OSError, ValueError, KeyError, TypeError):  # deleted this moment, or damaged by hand
+                    continue
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def find_checkpoint(self, name: str) -> Path | None:
@@ -203,14 +216,15 @@ class RunFolders:
     def find(self, run_id: str) -> RunDir | None:
         """The run with this id, or None. An id that would lead out of the folder finds nothing."""
         path = self.path / run_id
-        if not re.fullmatch(r"[\w][\w-]*", run_id) or not _is_inside(path, self.path):
+        if not RUN_ID.fullmatch(run_id) or not _is_inside(path, self.path):
             return None
         return RunDir(path) if (path / "config.json").is_file() else None
 
     def __iter__(self) -> Iterator[RunDir]:
         """Newest first."""
-        names = sorted((path.name for path in self.path.iterdir()), reverse=True) if self.path.is_dir() else []
-        return (run for name in names if (run := self.find(name)))
+        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        found = [run for name in names if (run := self.find(name))]
+        return iter(sorted(found, key=lambda run: run.created, reverse=True))
 
     def active(self) -> RunDir | None:
         """The run whose trainer lives, if any."""
@@ -236,12 +250,12 @@ def _is_inside(path: Path, folder: Path) -> bool:
     """Whether `path`, with its links followed, lies in `folder`."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError):  # a loop of links; a NUL
+    except (OSError, RuntimeError, ValueError):  # a loop of links, as the Python version has it; a NUL
         return False
 
 
 def _window(path: Path) -> list[dict[str, Any]]:
-    """The events at the start and at the end of a file; a line cut by the window or by a crash is left out."""
+    """The events at the start and at the end of a file; what is cut by the window or damaged is left out."""
     try:
         with path.open("rb") as file:
             head = file.read(WINDOW_BYTES)
@@ -252,7 +266,15 @@ def _window(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines = head.split(b"\n")[:-1] + tail.split(b"\n")[1:-1] if cut else (head + tail).split(b"\n")[:-1]
-    return [json.loads(line) for line in lines]
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:  # a power cut can leave zeros
+            continue
+        if isinstance(event, dict) and "type" in event:
+            events.append(event)
+    return events
 
 
 def _tail(path: Path, most: int) -> list[str]:

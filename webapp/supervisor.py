@@ -17,7 +17,7 @@ class RunActive(Exception):
     """Another run is being trained; `run` is it."""
 
     def __init__(self, run: RunDir) -> None:
-        super().__init__(f"{run.summary().name} ({run.id}) is being trained. Wait until it ends, or stop it first.")
+        super().__init__(f"{run.summary().name} is being trained. Wait until it ends, or stop it first.")
         self.run = run
 
 

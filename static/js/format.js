@@ -15,7 +15,8 @@ export const count = orUnknown((value) => grouped.format(value));
 export const loss = orUnknown((value) => (Math.abs(value) < 100 ? value.toFixed(4) : value.toPrecision(4)));
 
 export const threeDigits = orUnknown((value) => {
-  const isPlain = value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1000);
+  if (value === 0) return "0";
+  const isPlain = Math.abs(value) >= 1e-3 && Math.abs(value) < 1000;
   return isPlain ? value.toPrecision(3) : value.toExponential(2);
 });
 
@@ -58,7 +59,7 @@ export const capitalized = (word) => word.charAt(0).toUpperCase() + word.slice(1
 
 /** How far a run is, for a list. */
 export function progress(run) {
-  if (!run.total_steps) return "Not started yet";
+  if (!run.total_steps) return run.message === null ? "Not started yet" : "Ended before the first step";
   return `Epoch ${count(run.epoch)} of ${count(run.total_epochs)} · step ${count(run.step)} of ${count(run.total_steps)}`;
 }
 

@@ -5,6 +5,9 @@ import * as format from "./format.js";
 import { redrawOn } from "./redraw.js";
 
 const COLOURS = ["accent", "text", "muted", "hairline", "chart-raw", "chart-checkpoint", "state-bad"];
+/** Closer than this, full-height lines would hide the curve. */
+const CHECKPOINT_GAP = 32;
+const CHECKPOINT_TICK = 12;
 const FONT = "12px system-ui, sans-serif";
 
 export function showLossChart(store, page) {
@@ -12,6 +15,7 @@ export function showLossChart(store, page) {
   const empty = page.querySelector("[data-chart-empty]");
   const readout = page.querySelector("[data-readout]");
   const skippedKey = page.querySelector("[data-key-skipped]");
+  const hasMouse = matchMedia("(hover: hover)").matches;
   let colours = readColours();
   let zoom = null;
 
@@ -20,7 +24,7 @@ export function showLossChart(store, page) {
     {
       ...sizeOf(container),
       legend: { show: false },
-      padding: [8, 12, 0, 0],
+      padding: [8, 24, 0, 0],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => setZoom(null) } },
       scales: {
         x: { time: false, range: stepsInSight },
@@ -65,7 +69,8 @@ export function showLossChart(store, page) {
   function showReadout() {
     const { columns } = store;
     const index = chart?.cursor?.idx;
-    const idle = zoom ? "Double-click to show all steps" : "Drag to zoom";
+    const canZoom = hasMouse && hasSteps();
+    const idle = zoom ? "Double-click to show all steps" : canZoom ? "Drag to zoom" : "";
     readout.textContent =
       index == null || columns.step[index] === undefined
         ? idle
@@ -119,11 +124,12 @@ function drawCheckpoints(chart, store, colours) {
   ctx.lineWidth = devicePixelRatio;
   ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
   ctx.beginPath();
-  for (const step of store.savedSteps) {
-    const x = canvasX(chart, step);
-    if (x === null) continue;
+  const places = store.savedSteps.map((step) => canvasX(chart, step)).filter((x) => x !== null);
+  const isCrowded = places.length * CHECKPOINT_GAP * devicePixelRatio > bbox.width;
+  const height = isCrowded ? CHECKPOINT_TICK * devicePixelRatio : bbox.height;
+  for (const x of places) {
     ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.lineTo(x, bbox.top + height);
   }
   ctx.stroke();
   ctx.restore();

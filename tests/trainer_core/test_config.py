@@ -52,7 +52,8 @@ def test_all_problems_are_reported_at_once_each_at_its_field() -> None:
         "surprise",
     }
     assert found["adapter.rank"] == "0 was given; this takes a whole number from 1 to 1,024."
-    assert found["training.learning_rate"] == "'abc' was given; this takes a number above 0 to 1."
+    assert found["training.learning_rate"] == "'abc' was given; this takes a number above 0, up to 1."
+    assert allowed(fields()["training.max_grad_norm"]) == "a number above 0, up to 1,000,000"
     assert found["hardware.device"] == "'tpu' was given; this takes one of auto, cuda, mps, xpu, cpu."
     assert found["name"] == "Nothing was given; this takes 1 to 80 characters."
     assert "/no/such/model" in found["model.source"]

@@ -1,0 +1,119 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.conftest import FIXTURE, make_run
+from tests.trainer_core.test_model import output
+from trainer_core import adapter, checkpoint, model
+from trainer_core.config import AdapterConfig
+from trainer_core.run_dir import RunDir
+
+CONFIG = AdapterConfig(rank=4, alpha=8)
+
+
+@pytest.fixture
+def adapted() -> model.LoadedModel:
+    """The fixture model with an adapter whose every tensor is random."""
+    loaded = model.load(str(FIXTURE / "checkpoint"))
+    adapter.inject(loaded.transformer, CONFIG)
+    torch.manual_seed(0)
+    for _, parameter in adapter.trainable(loaded.transformer):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return loaded
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    return make_run(tmp_path)
+
+
+def test_names_shapes_and_config_are_those_of_the_original_trainer(run: RunDir, adapted: model.LoadedModel) -> None:
+    checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    folder = run.checkpoints / "step-000006"
+    theirs = load_file(FIXTURE / "adapter" / "adapter_model.safetensors")
+    ours = load_file(folder / "adapter_model.safetensors")
+    assert {name: tensor.shape for name, tensor in ours.items()} == {
+        name: tensor.shape for name, tensor in theirs.items()
+    }
+    described = json.loads((folder / "adapter_config.json").read_text())
+    original = json.loads((FIXTURE / "adapter" / "adapter_config.json").read_text())
+    assert set(described["target_modules"]) == set(original["target_modules"])
+    for key in (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "bias",
+        "use_dora",
+        "use_rslora",
+        "inference_mode",
+        "base_model_name_or_path",
+    ):
+        assert described[key] == original[key], key
+
+
+def test_the_original_adapter_loaded_under_our_names_reproduces_the_original_code() -> None:
+    """The names go the right way round: ACE-Step's own adapter on our model gives ACE-Step's own output."""
+    loaded = model.load(str(FIXTURE / "checkpoint"))
+    adapter.inject(loaded.transformer, CONFIG)
+    theirs = load_file(FIXTURE / "adapter" / "adapter_model.safetensors")
+    own = dict(adapter.trainable(loaded.transformer))
+    by_saved_name = {
+        adapter.PEFT_PREFIX + model.to_original(name).replace(".default.", "."): parameter
+        for name, parameter in own.items()
+    }
+    assert set(by_saved_name) == set(theirs)
+    with torch.no_grad():
+        for name, tensor in theirs.items():
+            by_saved_name[name].copy_(tensor)
+    expected = load_file(FIXTURE / "reference.safetensors")["expected_with_adapter"]
+    assert (output(loaded) - expected).abs().max() <= 1e-6
+
+
+def test_the_event_counts_what_is_in_the_file(run: RunDir, adapted: model.LoadedModel) -> None:
+    """E6."""
+    event = checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    weights = run.checkpoints / event.name / "adapter_model.safetensors"
+    with safe_open(weights, "pt") as file:
+        assert len(list(file.keys())) == event.tensors == 64
+    assert weights.stat().st_size == event.bytes
+    (listed,) = run.list_checkpoints()
+    assert (listed.name, listed.step, listed.epoch, listed.bytes) == (event.name, 6, 2, event.bytes)
+
+
+def test_a_save_that_lacks_a_trained_tensor_fails_and_leaves_no_checkpoint(
+    run: RunDir, adapted: model.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E6."""
+    whole = adapter.tensors
+
+    def all_but_one(transformer: Any) -> dict[str, torch.Tensor]:
+        tensors = whole(transformer)
+        tensors.popitem()
+        return tensors
+
+    monkeypatch.setattr(adapter, "tensors", all_but_one)
+    with pytest.raises(checkpoint.CheckpointError, match="63 tensors were written .* 64 were trained"):
+        checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    assert run.list_checkpoints() == []
+
+
+def test_a_save_cut_short_is_not_a_checkpoint_and_does_not_disturb_the_next(
+    run: RunDir, adapted: model.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def power_cut(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(adapter, "save_config", power_cut)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    assert run.list_checkpoints() == []
+    checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    assert [saved.name for saved in run.list_checkpoints()] == ["step-000006"]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000006"]

@@ -1,0 +1,197 @@
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import make_run
+from trainer_core import run_dir
+from trainer_core.run_dir import RunDir, RunFolders, Status
+
+STARTED = {"type": "started", "total_steps": 9, "total_epochs": 3}
+STEP = {"type": "step", "step": 4, "epoch": 2, "loss": 0.5}
+
+
+def write_events(run: RunDir, *events: dict[str, Any]) -> None:
+    run.events.write_text("".join(json.dumps(event | {"seq": i}) + "\n" for i, event in enumerate(events, start=1)))
+
+
+def finished(reason: str) -> dict[str, Any]:
+    return {"type": "finished", "reason": reason, "message": "m", "step": 4, "epoch": 2}
+
+
+PHASE = {"type": "phase", "name": "importing", "message": "m"}
+
+
+@pytest.mark.parametrize(
+    ("log", "alive", "stop", "exit_status", "events", "expected"),
+    [
+        (False, False, False, None, [], "queued"),
+        ("new", False, False, None, [], "starting"),
+        ("old", False, False, None, [], "crashed"),
+        ("new", False, False, -9, [], "crashed"),
+        ("new", True, False, None, [], "starting"),
+        ("old", True, False, None, [PHASE], "starting"),
+        ("old", True, False, None, [PHASE, STARTED], "running"),
+        ("old", True, True, None, [PHASE], "stopping"),
+        ("old", True, True, None, [PHASE, STARTED, STEP], "stopping"),
+        ("new", False, False, None, [PHASE], "crashed"),
+        ("old", False, True, -9, [PHASE, STARTED, STEP], "crashed"),
+        ("old", True, True, None, [PHASE, STARTED, finished("stopped")], "stopped"),
+        ("old", False, True, 0, [PHASE, STARTED, finished("stopped")], "stopped"),
+        ("old", False, False, 0, [PHASE, STARTED, finished("completed")], "completed"),
+        ("old", False, False, 1, [PHASE, STARTED, finished("aborted")], "aborted"),
+        ("old", False, False, 1, [PHASE, finished("failed")], "failed"),
+    ],
+)
+def test_the_status_is_computed_from_the_folder(
+    log: Any,
+    alive: bool,
+    stop: bool,
+    exit_status: int | None,
+    events: list[dict[str, Any]],
+    expected: Status,
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    if log:
+        run.log.touch()
+    if log == "old":
+        os.utime(run.log, (time.time() - 60, time.time() - 60))
+    if stop:
+        run.stop.touch()
+    if exit_status is not None:
+        run.exit_status.write_text(str(exit_status))
+    if events:
+        write_events(run, *events)
+    if alive:
+        with run.lock():
+            assert run.status() == expected
+    else:
+        assert run.status() == expected
+
+
+def test_a_summary_tells_what_the_list_shows(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_events(run, PHASE, STARTED, STEP, finished("completed"))
+    summary = run.summary()
+    assert (summary.id, summary.name, summary.status) == (run.id, "fixture", "completed")
+    assert (summary.step, summary.total_steps, summary.epoch, summary.total_epochs) == (4, 9, 2, 3)
+    assert (summary.loss, summary.message, summary.exit_status, summary.log_tail) == (0.5, "m", None, [])
+
+
+def test_a_summary_of_a_long_run_reads_only_its_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_events(run, STARTED, *[STEP | {"step": number} for number in range(1, 5001)])
+    assert run.events.stat().st_size > 2 * run_dir.WINDOW_BYTES
+    summary = run.summary()
+    assert (summary.step, summary.total_steps) == (5000, 9)
+
+
+@pytest.mark.parametrize("size", [run_dir.WINDOW_BYTES + extra for extra in (-1, 0, 1, 70, 500)])
+def test_the_ends_meet_without_loss_at_any_size(size: int, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    line = json.dumps({"type": "warning", "message": ""})
+    first = json.dumps(STARTED)
+    filler = size - len(first) - 1 - len(line) - 1 - len(json.dumps(STEP)) - 1
+    run.events.write_text(f"{first}\n{line[:-2]}{'x' * filler}{line[-2:]}\n{json.dumps(STEP)}\n")
+    assert run.events.stat().st_size == size
+    assert (run.summary().step, run.summary().total_steps) == (4, 9)
+
+
+def test_a_half_written_last_line_is_ignored(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_events(run, STARTED, STEP)
+    with run.events.open("a") as file:
+        file.write('{"type": "finis')
+    assert run.summary().step == 4
+
+
+def test_a_crash_shows_the_exit_status_and_the_last_log_lines(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_events(run, PHASE)
+    run.log.write_text("".join(f"line {number}\n" for number in range(5000)))
+    run.exit_status.write_text("-9")
+    summary = run.summary()
+    assert (summary.status, summary.exit_status) == ("crashed", -9)
+    assert summary.log_tail[-1] == "line 4999"
+    assert len(summary.log_tail) == run_dir.LOG_TAIL_LINES
+
+
+@pytest.mark.parametrize(
+    "run_id",
+    ["", ".", "..", "../outside", "a/b", "..\\outside", "/etc", "C:", "a\0b", "%2e%2e", "link", "looping", "x" * 300],
+)
+def test_no_id_leads_out_of_the_runs(run_id: str, tmp_path: Path) -> None:
+    home, outside = tmp_path / "home", tmp_path / "outside"
+    make_run(home)
+    outside.mkdir()
+    (outside / "config.json").write_text("{}")
+    (home / "runs" / "link").symlink_to(outside)
+    (home / "runs" / "looping").symlink_to(home / "runs" / "looping")
+    assert RunFolders(home).find(run_id) is None
+    assert [run.name for run in (home / "runs").iterdir() if RunFolders(home).find(run.name)] == [
+        run.id for run in RunFolders(home)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "../..", "step-1", "step-000001/..", ".step-000001.partial", "step-000009", "link"]
+)
+def test_no_checkpoint_name_leads_out_of_the_run(name: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    whole = run.checkpoints / "step-000001"
+    whole.mkdir(parents=True)
+    for file in (*run_dir.ADAPTER_FILES, "state.json"):
+        (whole / file).write_text('{"step": 1, "epoch": 1}')
+    (tmp_path / "elsewhere").mkdir()
+    (run.checkpoints / "step-000009").symlink_to(tmp_path / "elsewhere")
+    assert run.find_checkpoint("step-000001") == whole
+    assert run.find_checkpoint(name) is None
+    (whole / "adapter_config.json").unlink()
+    assert run.find_checkpoint("step-000001") is None
+
+
+def test_runs_of_one_second_and_name_get_folders_of_their_own(tmp_path: Path) -> None:
+    ids = [make_run(tmp_path).id for _ in range(5)]
+    assert len(set(ids)) == 5
+    assert [run.id for run in RunFolders(tmp_path)] == sorted(ids, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["Ünïcödé 音楽", "../../etc/passwd", "???", "a" * 80, "CON", "nul.txt"])
+def test_any_name_makes_a_folder_inside_the_home(name: str, tmp_path: Path) -> None:
+    settings = {"name": name}
+    run = RunFolders(tmp_path).create(run_dir.RunConfig.model_validate(settings))
+    assert run.path.parent == tmp_path / "runs"
+    found = RunFolders(tmp_path).find(run.id)
+    assert found
+    assert found.summary().name == name
+
+
+def test_a_stop_is_asked_only_of_a_living_trainer(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.request_stop()
+    assert not run.stop.exists()
+    with run.lock():
+        run.request_stop()
+        run.request_stop()
+    assert run.stop.exists()
+
+
+def test_a_folder_copied_by_hand_is_a_run_like_any_other(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_events(run, STARTED, STEP, finished("completed"))
+    shutil.copytree(run.path, run.path.with_name(f"{run.id} (copy)"))
+    copy, original = RunFolders(tmp_path)
+    assert (copy.id, copy.status()) == (f"{run.id} (copy)", "completed")
+    assert original.id == run.id
+
+
+def test_a_damaged_config_does_not_hide_the_other_runs(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path), make_run(tmp_path)
+    run.config.write_text("{broken")
+    assert {summary.name for summary in (each.summary() for each in RunFolders(tmp_path))} == {run.id, "fixture"}
+    assert other.settings()["name"] == "fixture"

@@ -1,0 +1,106 @@
+"""The `descant` command as a person types it."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Server, fixture_settings, read_events, wait_for
+from trainer_core.run_dir import RunFolders
+
+
+def descant(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "webapp.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_port_in_use_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcome = descant("--home", tmp_path, "--port", str(port), "--no-open")
+    assert outcome.returncode == 2
+    assert f"Can't listen on 127.0.0.1:{port}: Address already in use" in outcome.stderr
+    assert "--port" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize("port", ["-1", "70000"])
+def test_a_port_out_of_range_is_refused(port: str, tmp_path: Path) -> None:
+    outcome = descant("--home", tmp_path, f"--port={port}", "--no-open")
+    assert outcome.returncode == 2
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_home_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    outcome = descant("--home", tmp_path / "file" / "home", "--no-open")
+    assert outcome.returncode == 2
+    assert f"Runs can't be kept in {tmp_path / 'file' / 'home'}: Not a directory" in outcome.stderr
+    assert "--home" in outcome.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com"])
+def test_only_loopback_is_served(host: str, tmp_path: Path) -> None:
+    outcome = descant("serve", "--host", host, "--home", tmp_path, "--no-open")
+    assert outcome.returncode == 2
+    assert "would let other machines in" in outcome.stderr
+
+
+def test_train_runs_in_the_terminal_in_the_same_kind_of_folder(tmp_path: Path) -> None:
+    settings = tmp_path / "config.json"
+    settings.write_text(json.dumps(fixture_settings()))
+    outcome = descant("train", settings, "--home", tmp_path / "home")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "completed: Trained 6 steps" in outcome.stderr
+    (run,) = RunFolders(tmp_path / "home")
+    assert run.summary().status == "completed"
+    assert run.exit_status.read_text() == "0"
+    assert [saved.step for saved in run.list_checkpoints()] == [6]
+
+
+def test_ctrl_c_in_the_terminal_saves_and_stops(tmp_path: Path) -> None:
+    settings = tmp_path / "config.json"
+    settings.write_text(json.dumps(fixture_settings(training={"epochs": 100_000})))
+    command = [sys.executable, "-m", "webapp.cli", "train", str(settings), "--home", str(tmp_path / "home")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    run = wait_for(lambda: next(iter(RunFolders(tmp_path / "home")), None), "a run folder")
+    wait_for(lambda: read_events(run, "step"), "a step", 60)
+    subprocess.run(["kill", "-INT", f"-{process.pid}"], check=True)  # the whole foreground group, as a terminal does
+    _, printed = process.communicate(timeout=20)
+    assert process.returncode == 0, printed
+    assert "stopped: Stopped after step" in printed
+    assert run.status() == "stopped"
+    assert run.list_checkpoints()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read: No such file"),
+        ("{", "is not valid JSON"),
+        ("[]", "config: There is no such field"),
+        ('{"adapter": {"rank": 0}, "x": 1}', "adapter.rank: 0 was given; this takes a whole number from 1 to 1,024."),
+    ],
+)
+def test_a_bad_configuration_is_refused_in_words(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    outcome = descant("train", tmp_path / "config.json", "--home", tmp_path / "home")
+    assert outcome.returncode == 2
+    assert message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert not list(RunFolders(tmp_path / "home"))
+
+
+def test_train_is_refused_while_another_run_is_active(server: Server, tmp_path: Path) -> None:
+    run = server.begin(training={"epochs": 100_000})
+    (tmp_path / "config.json").write_text(json.dumps(fixture_settings()))
+    outcome = descant("train", tmp_path / "config.json", "--home", server.home)
+    assert outcome.returncode == 2
+    assert "fixture is being trained" in outcome.stderr
+    assert [each.id for each in RunFolders(server.home)] == [run.id]

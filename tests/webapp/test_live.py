@@ -1,0 +1,233 @@
+"""The live stream and the processes behind it: real sockets, real kills."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from tests.conftest import Server, kill_trainer, make_run, read_events, wait_for
+from trainer_core.events import EventWriter, Finished, Started, Step, Warning
+from trainer_core.run_dir import RunDir
+
+LONG = {"epochs": 100_000}
+
+
+class Client:
+    """A page's socket: what it received so far."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+        self.events: list[dict[str, Any]] = []
+        self.runs: list[dict[str, Any]] = []
+        self.close_code: int | None = None
+
+    def receive(self, seconds: float) -> None:
+        """Take in messages for so long, or until the server closes."""
+        end = time.monotonic() + seconds
+        try:
+            while (left := end - time.monotonic()) > 0:
+                message = json.loads(self.socket.recv(timeout=left), parse_constant=pytest.fail)
+                self.events += message.get("events", [])
+                self.runs += [message["run"]] if "run" in message else []
+        except TimeoutError:
+            pass
+        except ConnectionClosed as closed:
+            self.close_code = closed.rcvd.code if closed.rcvd else 1006
+
+    def until(self, condition: Any, what: str, seconds: float = 30) -> None:
+        """Receive until `condition()`."""
+
+        def check() -> Any:
+            self.receive(0.1)
+            return condition()
+
+        wait_for(check, what, seconds)
+
+    @property
+    def seqs(self) -> list[int]:
+        return [event["seq"] for event in self.events]
+
+
+@contextmanager
+def page(server: Server, run: RunDir, after: int | str = 0) -> Iterator[Client]:
+    """A socket as a page of the server opens it."""
+    address = f"ws://127.0.0.1:{server.port}/runs/{run.id}/live?after={after}"
+    with connect(address, origin=server.address) as socket:  # type: ignore[arg-type]
+        yield Client(socket)
+
+
+@contextmanager
+def writing(run: RunDir) -> Iterator[EventWriter]:
+    """The run's trainer as the server sees one: its lock and its events."""
+    with run.lock(), EventWriter(run.events) as writer:
+        yield writer
+
+
+def step(number: int, loss: float = 0.5) -> Step:
+    return Step(step=number, epoch=1, loss=loss, learning_rate=1e-4, grad_norm=1, seconds=0.1, memory_bytes=1)
+
+
+STARTED = Started(
+    device="cpu",
+    precision="32-true",
+    variant="base",
+    samples=1,
+    total_epochs=1,
+    total_steps=9,
+    first_step=1,
+    trainable_parameters=1,
+    adapted_modules=1,
+)
+
+
+def test_every_client_gets_the_whole_history_then_what_is_new(shared_server: Server) -> None:
+    """G1: a reload, a second tab and a reconnect see the same events, no gap, no repeat."""
+    run = make_run(shared_server.home)
+    with writing(run) as writer, page(shared_server, run) as first:
+        writer.write(STARTED.model_copy())
+        writer.write(step(1))
+        first.until(lambda: len(first.events) == 2, "two events")
+        with page(shared_server, run) as second, page(shared_server, run, after=1) as reconnected:
+            for number in range(2, 200):
+                writer.write(step(number))
+            for client in (first, second, reconnected):
+                client.until(lambda client=client: client.seqs and client.seqs[-1] == 200, "all events")
+            assert first.seqs == second.seqs == list(range(1, 201))
+            assert reconnected.seqs == list(range(2, 201))
+            assert first.events == second.events == read_events(run)
+            assert first.runs[-1]["status"] == "running"
+        writer.write(Finished(reason="completed", message="m", step=199, epoch=1))
+        first.until(lambda: first.close_code, "the end of the stream")
+    assert first.close_code == 1000
+    assert first.runs[-1]["status"] == "completed"
+    assert first.events[-1]["type"] == "finished"
+    run.delete()
+
+
+def test_a_half_written_line_is_not_sent(shared_server: Server) -> None:
+    run = make_run(shared_server.home)
+    with writing(run) as writer, page(shared_server, run) as client:
+        writer.write(step(1))
+        line = step(2).model_copy(update={"seq": 2}).model_dump_json().encode() + b"\n"
+        with run.events.open("ab", buffering=0) as file:
+            file.write(line[:30])
+            client.receive(0.7)
+            assert client.seqs == [1]
+            file.write(line[30:])
+        client.until(lambda: client.seqs == [1, 2], "the whole line")
+    run.delete()
+
+
+def test_no_number_or_text_breaks_a_message(shared_server: Server) -> None:
+    """I1: the client's parser refuses NaN and Infinity."""
+    run = make_run(shared_server.home)
+    with writing(run) as writer, page(shared_server, run) as client:
+        for loss in (float("nan"), float("inf"), float("-inf"), 0.5):
+            writer.write(step(1, loss))
+        writer.write(Warning(message='"quoted"\u2028\n</script>音'))
+        client.until(lambda: len(client.events) == 5, "all events")
+    assert [event["loss"] for event in client.events[:4]] == [None, None, None, 0.5]
+    assert client.events[4]["message"] == '"quoted"\u2028\n</script>音'
+    run.delete()
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "1e3", "9" * 30, "²"])
+def test_a_cursor_that_is_no_number_is_refused(after: str, shared_server: Server) -> None:
+    run = make_run(shared_server.home)
+    with page(shared_server, run, after) as client:
+        client.receive(2)
+        assert (client.events, client.close_code) == ([], 4400)
+    assert shared_server.http.get(f"/api/runs/{run.id}/events", params={"after": after}).status_code == 400
+    run.delete()
+
+
+def test_a_run_that_is_not_there_or_is_deleted_closes_with_its_own_code(shared_server: Server) -> None:
+    run = make_run(shared_server.home)
+    with page(shared_server, run) as client:
+        client.until(lambda: client.runs, "the run")
+        run.delete()
+        client.until(lambda: client.close_code, "the close")
+        assert client.close_code == 4404
+    with page(shared_server, run) as client:
+        client.receive(2)
+        assert client.close_code == 4404
+
+
+def test_clients_that_vanish_disturb_nobody(shared_server: Server) -> None:
+    """G6, in small: many leave without a word, one stops reading; the rest get everything."""
+    run = make_run(shared_server.home)
+    with writing(run) as writer, page(shared_server, run) as healthy, page(shared_server, run):
+        for _ in range(20):
+            with page(shared_server, run) as vanishing:
+                vanishing.socket.socket.close()
+        for number in range(1, 2001):
+            writer.write(step(number))
+        healthy.until(lambda: healthy.seqs and healthy.seqs[-1] == 2000, "all events")
+    assert healthy.seqs == list(range(1, 2001))
+    run.delete()
+
+
+def test_a_killed_trainer_is_reported_with_its_exit_status_and_log(server: Server) -> None:
+    """G3."""
+    run = server.begin(training=LONG)
+    with page(server, run) as client:
+        client.until(lambda: any(event["type"] == "step" for event in client.events), "a step", 60)
+        kill_trainer(run)
+        client.until(lambda: client.runs[-1]["exit_status"] is not None, "the crash", 3)
+    last = client.runs[-1]
+    assert (last["status"], last["exit_status"]) == ("crashed", -9)
+    assert any("loading_model" in line for line in last["log_tail"])
+    assert server.http.post(f"/runs/{run.id}/stop").status_code == 303
+    assert not run.stop.exists()
+    assert server.begin().id != run.id  # a new start is allowed at once
+
+
+def test_training_goes_on_without_the_server_and_a_new_one_shows_it(server: Server) -> None:
+    """G1, G4."""
+    run = server.begin(training=LONG)
+    wait_for(lambda: read_events(run, "step"), "a step", 60)
+    server.kill()
+    before = len(read_events(run))
+    wait_for(lambda: len(read_events(run)) > before + 20, "training without a server")
+    server.start()
+    assert server.http.get(f"/api/runs/{run.id}").json()["status"] == "running"
+    assert server.http.post("/api/runs", json={}).status_code == 409
+    with page(server, run) as client:
+        client.until(lambda: len(client.events) > before + 40, "the history and new events")
+        assert client.seqs == list(range(1, len(client.seqs) + 1))
+        server.http.post(f"/runs/{run.id}/stop")
+        client.until(lambda: client.close_code == 1000, "the end", 20)
+    assert client.runs[-1]["status"] == "stopped"
+    assert client.events[-2]["type"] == "checkpoint"
+    assert client.events[-1]["type"] == "finished"
+
+
+def test_killing_both_ends_in_the_truth(server: Server) -> None:
+    """G3: nothing stays running for ever, and nothing is blocked."""
+    run = server.begin(training=LONG)
+    wait_for(lambda: read_events(run, "step"), "a step", 60)
+    server.kill()
+    kill_trainer(run)
+    server.start()
+    shown = server.http.get(f"/api/runs/{run.id}").json()
+    assert (shown["status"], shown["exit_status"]) == ("crashed", None)
+    assert server.http.post(f"/api/runs/{run.id}/stop").json()["status"] == "crashed"
+    with page(server, run) as client:
+        client.until(lambda: client.close_code == 1000, "the end")
+        assert client.events == read_events(run)
+
+
+def test_ctrl_c_ends_the_server_at_once_with_pages_open(server: Server, tmp_path: Path) -> None:
+    """G6."""
+    run = make_run(server.home)
+    with page(server, run), page(server, run):
+        server.process.send_signal(2)
+        server.process.wait(5)
+    server.start()
+    assert server.http.get("/").status_code == 200

@@ -1,0 +1,72 @@
+"""Who may talk to the server."""
+
+from typing import Any
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from tests.conftest import Server, fixture_settings, make_run
+
+FOREIGN = ["http://evil.example", "null", "https://127.0.0.1.evil.example", "http://127.0.0.1:1", "file://", ""]
+
+
+@pytest.mark.parametrize("origin", FOREIGN)
+@pytest.mark.parametrize("path", ["/runs", "/api/runs", "/runs/x/stop", "/runs/x/delete", "/api/runs/x/stop"])
+def test_a_foreign_page_can_not_post(path: str, origin: str, shared_server: Server) -> None:
+    """H3."""
+    answer = shared_server.http.post(path, headers={"Origin": origin}, json=fixture_settings())
+    assert answer.status_code == 403
+    assert "error" in answer.json()
+    assert list(shared_server.runs) == []
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_foreign_form_can_not_post(site: str, shared_server: Server) -> None:
+    assert shared_server.http.post("/runs", headers={"Sec-Fetch-Site": site}).status_code == 403
+
+
+@pytest.mark.parametrize("origin", FOREIGN)
+def test_a_foreign_page_can_not_open_the_socket(origin: str, shared_server: Server) -> None:
+    """H3."""
+    run = make_run(shared_server.home)
+    address = f"ws://127.0.0.1:{shared_server.port}/runs/{run.id}/live"
+    with pytest.raises(InvalidStatus) as caught, connect(address, additional_headers={"Origin": origin}):
+        pass
+    assert caught.value.response.status_code == 403
+    run.delete()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[", "0.0.0.0"])
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/css/app.css"])
+def test_a_foreign_host_name_is_refused(host: str, path: str, shared_server: Server) -> None:
+    answer = shared_server.http.get(path, headers={"Host": host})
+    assert answer.status_code in (400, 403)
+    assert "runs" not in answer.text
+
+
+def test_its_own_pages_and_programs_without_origin_may(shared_server: Server) -> None:
+    for headers in ({"Origin": shared_server.address, "Sec-Fetch-Site": "same-origin"}, {}):
+        answer = shared_server.http.post("/api/runs", headers=headers, json={"adapter": {"rank": 0}})
+        assert answer.status_code == 422
+    own: Any = f"http://localhost:{shared_server.port}"
+    answer = shared_server.http.post(
+        "/api/runs", headers={"Host": f"localhost:{shared_server.port}", "Origin": own}, json={"adapter": {"rank": 0}}
+    )
+    assert answer.status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/", "/runs/new", "/static/css/app.css", "/api/runs", "/nothing"])
+def test_every_answer_forbids_injected_script_and_framing(path: str, shared_server: Server) -> None:
+    headers = shared_server.http.get(path).headers
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/", "/runs/new"])
+def test_pages_hold_no_inline_script_or_style(path: str, shared_server: Server) -> None:
+    text = shared_server.http.get(path).text
+    assert "<style" not in text
+    assert " style=" not in text
+    assert text.count("<script") == text.count("<script src=") + text.count('<script type="module" src=')
