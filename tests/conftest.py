@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from trainer_core.config import RunConfig
@@ -88,9 +88,9 @@ class Server:
         self.process.kill()
         self.end()
 
-    def end(self) -> None:
+    def end(self, seconds: float = 10) -> None:
         """Wait for the process, and let its pipe go."""
-        self.process.wait(10)
+        self.process.wait(seconds)
         assert self.process.stdout
         self.process.stdout.close()
 
@@ -103,15 +103,18 @@ class Server:
         return run
 
 
-def trainer_pid(run: RunDir) -> int:
-    """The trainer's process, found as a person would: by its command line."""
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return next(int(line.split()[0]) for line in listing.splitlines() if f"-m trainer_core {run.path}" in line)
+def trainer_of(run: RunDir) -> psutil.Process:
+    """The run's trainer, found as a person would: by its command line."""
+    return next(
+        process
+        for process in psutil.process_iter()
+        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[1:4] == ["-m", "trainer_core", str(run.path)]
+    )
 
 
 def kill_trainer(run: RunDir) -> None:
     """Kill the run's trainer as the system would, without a chance to clean up."""
-    os.kill(trainer_pid(run), signal.SIGKILL)
+    trainer_of(run).kill()
 
 
 @pytest.fixture

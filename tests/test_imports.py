@@ -13,7 +13,8 @@ LIGHT = {"config", "events", "run_dir", "exports", "sources"}
 
 @pytest.mark.parametrize("module", ["webapp.app", "webapp.cli"])
 def test_the_web_application_loads_no_torch(module: str) -> None:
-    code = f"import sys, {module}; print([name for name in ('torch', 'numpy', 'lightning', 'peft') if name in sys.modules])"
+    heavy = ("torch", "numpy", "lightning", "peft", "diffusers")
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
 

@@ -98,7 +98,7 @@ def test_a_save_that_lacks_a_trained_tensor_fails_and_leaves_no_checkpoint(
         return tensors
 
     monkeypatch.setattr(adapter, "tensors", all_but_one)
-    with pytest.raises(checkpoint.CheckpointError, match="63 tensors were written .* 64 were trained"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"63 tensors were written .* 64 were trained"):
         checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
     assert run.list_checkpoints() == []
 

@@ -1,6 +1,8 @@
 """The `descant` command as a person types it."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -70,7 +72,7 @@ def test_ctrl_c_in_the_terminal_saves_and_stops(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     run = wait_for(lambda: next(iter(RunFolders(tmp_path / "home")), None), "a run folder")
     wait_for(lambda: read_events(run, "step"), "a step", 60)
-    subprocess.run(["kill", "-INT", f"-{process.pid}"], check=True)  # the whole foreground group, as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # the whole foreground group, as a terminal does
     _, printed = process.communicate(timeout=20)
     assert process.returncode == 0, printed
     assert "stopped: Stopped after step" in printed
