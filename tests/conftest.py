@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from trainer_core.config import RunConfig
+from trainer_core.events import EventWriter, Started, Step
 from trainer_core.run_dir import RunDir, RunFolders
 
 FIXTURE = Path(__file__).parent / "fixtures" / "acestep-original-base"
@@ -94,6 +95,16 @@ class Server:
         assert self.process.stdout
         self.process.stdout.close()
 
+    def stop(self) -> None:
+        """End the server as Ctrl-C does, and its run's trainer with it."""
+        for run in self.runs:
+            if run.is_alive():
+                kill_trainer(run)
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        self.end()
+
     def begin(self, **sections: dict[str, Any]) -> RunDir:
         """Start a run on the fixture model over the API."""
         answer = self.http.post("/api/runs", json=fixture_settings(**sections))
@@ -121,16 +132,42 @@ def kill_trainer(run: RunDir) -> None:
 def server(tmp_path: Path) -> Iterator[Server]:
     """A server over an empty home; it and its trainer are gone after the test."""
     server = Server(tmp_path / "home")
-    try:
-        yield server
-    finally:
-        for run in server.runs:
-            if run.is_alive():
-                kill_trainer(run)
-        server.http.close()
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.process.wait(8)
-            server.process.kill()
-        server.end()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that train nothing; each leaves its home without runs."""
+    server = Server(tmp_path_factory.mktemp("shared") / "home")
+    yield server
+    server.stop()
+
+
+@contextlib.contextmanager
+def writing(run: RunDir) -> Iterator[EventWriter]:
+    """The run's trainer as the server sees one: its lock and its events."""
+    with run.lock(), EventWriter(run.events) as writer:
+        yield writer
+
+
+def started(**changes: Any) -> Started:
+    """A `started` event, with some fields set otherwise."""
+    event = Started(
+        device="cpu",
+        precision="32-true",
+        variant="base",
+        samples=5,
+        total_epochs=3,
+        total_steps=9,
+        first_step=1,
+        trainable_parameters=1000,
+        adapted_modules=32,
+    )
+    return event.model_copy(update=changes)
+
+
+def step(number: int, **changes: Any) -> Step:
+    """A `step` event, with some fields set otherwise."""
+    event = Step(step=number, epoch=1, loss=0.5, learning_rate=1e-4, grad_norm=1, seconds=0.1, memory_bytes=10**9)
+    return event.model_copy(update=changes)

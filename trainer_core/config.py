@@ -75,7 +75,7 @@ class AdapterConfig(Section):
 class TrainingConfig(Section):
     """Training"""
 
-    epochs: int = Field(60, ge=1, le=1_000_000, title="Epochs", description="How often every sample is seen.")
+    epochs: int = Field(40, ge=1, le=1_000_000, title="Epochs", description="How often every sample is seen.")
     batch_size: int = Field(
         1,
         ge=1,
@@ -110,7 +110,7 @@ class TrainingConfig(Section):
         1.0, gt=0, le=1e6, title="Gradient clipping", description="Longer gradients are cut to this norm."
     )
     save_every_epochs: int = Field(
-        20,
+        10,
         ge=1,
         le=1_000_000,
         title="Checkpoint every",

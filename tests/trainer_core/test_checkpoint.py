@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def adapted() -> model.LoadedModel:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
+def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path)
 
 

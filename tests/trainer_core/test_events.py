@@ -4,21 +4,9 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.conftest import step
 from trainer_core import events
-from trainer_core.events import AnyEvent, Event, EventReader, EventWriter, Step, Warning, parse_event
-
-
-def step(**changes: Any) -> Step:
-    values: dict[str, Any] = {
-        "step": 1,
-        "epoch": 1,
-        "loss": 0.5,
-        "learning_rate": 1e-4,
-        "grad_norm": 1.0,
-        "seconds": 0.1,
-        "memory_bytes": 1,
-    }
-    return Step(**(values | changes))
+from trainer_core.events import AnyEvent, Event, EventReader, EventWriter, Warning, parse_event
 
 
 def strict(line: str) -> Any:
@@ -31,10 +19,10 @@ def strict(line: str) -> Any:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_not_finite_become_null(value: float, tmp_path: Path) -> None:
     with EventWriter(tmp_path / "events") as writer:
-        writer.write(step(loss=value, grad_norm=value))
+        writer.write(step(1, loss=value, grad_norm=value))
     (line,) = EventReader(tmp_path / "events").read()
     assert strict(line)["loss"] is None
-    assert parse_event.validate_json(line) == step(loss=None, grad_norm=None).model_copy(
+    assert parse_event.validate_json(line) == step(1, loss=None, grad_norm=None).model_copy(
         update={"seq": 1, "time": strict(line)["time"]}
     )
 
@@ -43,7 +31,7 @@ def test_events_are_numbered_without_gaps_and_readable_at_once(tmp_path: Path) -
     reader = EventReader(tmp_path / "events")
     with EventWriter(tmp_path / "events") as writer:
         for number in range(1, 4):
-            writer.write(step())
+            writer.write(step(1))
             assert [json.loads(line)["seq"] for line in reader.read()] == [number]
     assert reader.read() == []
     assert [json.loads(line)["seq"] for line in EventReader(tmp_path / "events", after=2).read()] == [3]

@@ -61,7 +61,7 @@ def test_shards_with_an_index_load_as_one_file_does(tmp_path: Path) -> None:
     shutil.copy(CHECKPOINT / "config.json", tmp_path)
     tensors = sorted(load_file(CHECKPOINT / "model.safetensors").items())
     half = len(tensors) // 2
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((tensors[:half], tensors[half:]), start=1):
         name = f"model-0000{number}-of-00002.safetensors"
         save_file(dict(part), tmp_path / name)

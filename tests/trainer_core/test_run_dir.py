@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import make_run
 from trainer_core import run_dir
+from trainer_core.config import RunConfig
 from trainer_core.run_dir import RunDir, RunFolders, Status
 
 STARTED = {"type": "started", "total_steps": 9, "total_epochs": 3}
@@ -164,7 +165,7 @@ def test_runs_of_one_second_and_name_get_folders_of_their_own(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["Ünïcödé 音楽", "../../etc/passwd", "???", "a" * 80, "CON", "nul.txt"])
 def test_any_name_makes_a_folder_inside_the_home(name: str, tmp_path: Path) -> None:
     settings = {"name": name}
-    run = RunFolders(tmp_path).create(run_dir.RunConfig.model_validate(settings))
+    run = RunFolders(tmp_path).create(RunConfig.model_validate(settings))
     assert run.path.parent == tmp_path / "runs"
     found = RunFolders(tmp_path).find(run.id)
     assert found

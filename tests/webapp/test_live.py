@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin
 
-from tests.conftest import Server, kill_trainer, make_run, read_events, wait_for
-from trainer_core.events import EventWriter, Finished, Started, Step, Warning
+from tests.conftest import Server, kill_trainer, make_run, read_events, started, step, wait_for, writing
+from trainer_core.events import Finished, Warning
 from trainer_core.run_dir import RunDir
 
 LONG = {"epochs": 100_000}
@@ -59,39 +60,15 @@ class Client:
 def page(server: Server, run: RunDir, after: int | str = 0) -> Iterator[Client]:
     """A socket as a page of the server opens it."""
     address = f"ws://127.0.0.1:{server.port}/runs/{run.id}/live?after={after}"
-    with connect(address, origin=server.address) as socket:  # type: ignore[arg-type]
+    with connect(address, origin=Origin(server.address)) as socket:
         yield Client(socket)
-
-
-@contextmanager
-def writing(run: RunDir) -> Iterator[EventWriter]:
-    """The run's trainer as the server sees one: its lock and its events."""
-    with run.lock(), EventWriter(run.events) as writer:
-        yield writer
-
-
-def step(number: int, loss: float = 0.5) -> Step:
-    return Step(step=number, epoch=1, loss=loss, learning_rate=1e-4, grad_norm=1, seconds=0.1, memory_bytes=1)
-
-
-STARTED = Started(
-    device="cpu",
-    precision="32-true",
-    variant="base",
-    samples=1,
-    total_epochs=1,
-    total_steps=9,
-    first_step=1,
-    trainable_parameters=1,
-    adapted_modules=1,
-)
 
 
 def test_every_client_gets_the_whole_history_then_what_is_new(shared_server: Server) -> None:
     """G1: a reload, a second tab and a reconnect see the same events, no gap, no repeat."""
     run = make_run(shared_server.home)
     with writing(run) as writer, page(shared_server, run) as first:
-        writer.write(STARTED.model_copy())
+        writer.write(started())
         writer.write(step(1))
         first.until(lambda: len(first.events) == 2, "two events")
         with page(shared_server, run) as second, page(shared_server, run, after=1) as reconnected:
@@ -130,7 +107,7 @@ def test_no_number_or_text_breaks_a_message(shared_server: Server) -> None:
     run = make_run(shared_server.home)
     with writing(run) as writer, page(shared_server, run) as client:
         for loss in (float("nan"), float("inf"), float("-inf"), 0.5):
-            writer.write(step(1, loss))
+            writer.write(step(1, loss=loss))
         writer.write(Warning(message='"quoted"\u2028\n</script>音'))
         client.until(lambda: len(client.events) == 5, "all events")
     assert [event["loss"] for event in client.events[:4]] == [None, None, None, 0.5]

@@ -26,7 +26,7 @@ def form(**changes: str) -> dict[str, str]:
 def test_the_form_is_made_from_the_configs_fields() -> None:
     shown = [field for section in form_sections(to_values({})) for field in section.fields]
     assert [field.name for field in shown] == list(fields())
-    assert from_form((field.name, field.value) for field in shown)["training"]["epochs"] == "60"
+    assert from_form((field.name, field.value) for field in shown)["training"]["epochs"] == "40"
     assert {field.name: field.unit for field in shown}["training.warmup_steps"] == "steps"
 
 

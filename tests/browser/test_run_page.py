@@ -1,0 +1,173 @@
+"""The run page over hand-written events: what it shows of each, and that it survives what a night brings."""
+
+import re
+from typing import get_args
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import OpenPage
+from tests.conftest import Server, make_run, started, step, writing
+from trainer_core.events import AnyEvent, Checkpoint, Epoch, Finished, Phase, Skipped, Warning
+
+SKIPPED = Skipped(
+    step=3,
+    epoch=1,
+    reason="non-finite gradients",
+    nonfinite_tensors=2,
+    total_tensors=64,
+    names=["layers.0.self_attn.q_proj.lora_B"],
+)
+
+
+def figure(page: Page, name: str) -> str:
+    """The text of a figure."""
+    return page.locator(f"[data-figure={name}]").inner_text()
+
+
+def test_the_page_understands_every_event_type_that_python_defines(shared_server: Server, open_page: OpenPage) -> None:
+    page = open_page(shared_server.address)
+    handled = page.evaluate("import('/static/js/run_store.js').then((store) => Object.keys(store.handlers))")
+    defined = [kind.model_fields["type"].default for kind in get_args(get_args(AnyEvent)[0])]
+    assert sorted(handled) == sorted(defined)
+
+
+def test_each_event_is_shown(shared_server: Server, open_page: OpenPage) -> None:
+    run = make_run(shared_server.home)
+    with writing(run) as writer:
+        page = open_page(f"{shared_server.address}/runs/{run.id}")
+        expect(page.locator("[data-status]")).to_have_text("starting")
+        assert figure(page, "loss") == "\N{EN DASH}"
+        writer.write(Phase(name="loading_model", message="Loading the base model"))
+        expect(page.locator("[data-phase]")).to_contain_text("Loading the base model")
+        writer.write(started())
+        expect(page.locator("[data-status]")).to_have_text("running")
+        writer.write(step(1, loss=1.0))
+        writer.write(step(2, loss=float("nan"), grad_norm=float("inf")))
+        writer.write(SKIPPED.model_copy())
+        writer.write(step(3, loss=0.25, learning_rate=2e-4, grad_norm=0.5, seconds=0.42, memory_bytes=2_100_000_000))
+        writer.write(Epoch(epoch=1, loss=0.625, updates=3, skipped=1, seconds=2))
+        writer.write(Warning(message="<b>careful</b>"))
+        writer.write(Checkpoint(name="step-000003", step=3, epoch=1, bytes=458_000, tensors=64))
+
+        feed = page.locator("[data-feed]")
+        expect(feed.locator("[data-kind=checkpoint]")).to_contain_text("458 kB")
+        expect(feed.locator("[data-kind=skipped]")).to_contain_text("2 of 64 tensors")
+        expect(feed.locator("[data-kind=warning]")).to_contain_text("<b>careful</b>")
+        expect(feed.locator("[data-kind=epoch]")).to_contain_text("0.6250")
+        expect(page.locator("[data-figure=step]")).to_have_text("3")
+        assert figure(page, "loss") == "0.2500"
+        weights = (1 * 0.95 + 0.25) / (1 + 0.95)  # two finite losses, the older one decayed once
+        assert float(figure(page, "smoothed_loss")) == pytest.approx(weights, abs=1e-4)
+        assert figure(page, "learning_rate") == "2.00e-4"
+        assert figure(page, "grad_norm") == "0.500"
+        assert figure(page, "seconds") == "0.42 s a step"
+        assert figure(page, "memory_bytes") == "2.1 GB"
+        assert figure(page, "total_steps") == "9"
+        assert "left" in figure(page, "time_left")
+        assert page.locator("[data-chart] canvas").count() == 1
+
+        writer.write(Finished(reason="aborted", message="Every step was bad. Try another rate.", step=3, epoch=1))
+        expect(page.locator("[data-status]")).to_have_text("aborted")
+        expect(page.locator("[data-outcome]")).to_contain_text("Every step was bad. Try another rate.")
+        expect(page.locator("[data-stop]")).to_be_hidden()
+    expect(page.locator("[data-connection]")).to_have_attribute("data-connection", "ended", timeout=10_000)
+    page.reload()
+    expect(page.locator("[data-feed] [data-kind=skipped]")).to_contain_text("2 of 64 tensors")
+    expect(page.locator("[data-outcome]")).to_contain_text("Every step was bad.")
+    run.delete()
+
+
+def test_the_curve_is_drawn_and_goes_on_after_a_bad_point(shared_server: Server, open_page: OpenPage) -> None:
+    """I1: the number of coloured pixels grows with the points behind a NaN."""
+    run = make_run(shared_server.home)
+    accent = """() => {
+        const canvas = document.querySelector("[data-chart] canvas");
+        const { data } = canvas.getContext("2d").getImageData(canvas.width / 2, 0, canvas.width / 2, canvas.height);
+        const probe = document.createElement("canvas").getContext("2d");
+        probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--accent").trim();
+        probe.fillRect(0, 0, 1, 1);
+        const [r, g, b] = probe.getImageData(0, 0, 1, 1).data;
+        let count = 0;
+        for (let i = 0; i < data.length; i += 4) count += data[i] === r && data[i + 1] === g && data[i + 2] === b;
+        return count;
+    }"""
+    with writing(run) as writer:
+        writer.write(started(total_steps=40))
+        for number in range(1, 6):
+            writer.write(step(number, loss=float("nan") if number == 3 else 1 / number))
+        page = open_page(f"{shared_server.address}/runs/{run.id}")
+        expect(page.locator("[data-figure=step]")).to_have_text("5")
+        page.wait_for_timeout(200)
+        before = page.evaluate(accent)
+        for number in range(6, 41):
+            writer.write(step(number, loss=1 / number))
+        expect(page.locator("[data-figure=step]")).to_have_text("40")
+        page.wait_for_timeout(200)
+        assert page.evaluate(accent) > before + 200
+    run.delete()
+
+
+def test_a_thousand_lines_keep_the_feed_bounded(shared_server: Server, open_page: OpenPage) -> None:
+    """I4."""
+    run = make_run(shared_server.home)
+    with writing(run) as writer:
+        writer.write(started())
+        for number in range(1000):
+            writer.write(Warning(message=f"warning {number}"))
+        page = open_page(f"{shared_server.address}/runs/{run.id}")
+        expect(page.locator("[data-feed] li").first).to_contain_text("warning 999")
+        assert page.locator("[data-feed] li").count() == 200
+        expect(page.locator("[data-stop]")).to_be_enabled()
+    run.delete()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_no_page_scrolls_sideways(width: int, scheme: str, shared_server: Server, open_page: OpenPage) -> None:
+    name = "A very long name without much sense that is meant to break the layout of narrow screens"[:80]
+    run = make_run(shared_server.home)
+    run.config.write_text(run.config.read_text().replace('"fixture"', f'"{name}"', 1))
+    with writing(run) as writer:
+        writer.write(started(total_steps=1_000_000, total_epochs=100_000))
+        writer.write(step(123_456, epoch=12_345, loss=12.3456, seconds=123.4, memory_bytes=10**12))
+        writer.write(Warning(message="x" * 500))
+        for path in ("/", "/runs/new", f"/runs/{run.id}", "/nothing"):
+            page = open_page(shared_server.address + path)
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.wait_for_timeout(150)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            page.close()
+    run.delete()
+
+
+def test_the_run_page_with_all_assets_is_light(shared_server: Server, open_page: OpenPage) -> None:
+    run = make_run(shared_server.home)
+    page = open_page("about:blank")
+    sizes: dict[str, int] = {}
+    page.on("response", lambda response: sizes.update({response.url: len(response.body())}))
+    page.goto(f"{shared_server.address}/runs/{run.id}", wait_until="networkidle")
+    assert any(url.endswith("uPlot.iife.js") for url in sizes)
+    assert any(url.endswith("run_store.js") for url in sizes)
+    assert sum(sizes.values()) < 200_000
+    run.delete()
+
+
+def test_the_list_stays_current_by_itself(shared_server: Server, open_page: OpenPage) -> None:
+    page = open_page(shared_server.address)
+    expect(page.locator("[data-empty]")).to_be_visible()
+    run = make_run(shared_server.home)
+    row = page.locator(f"[data-run-row='{run.id}']")
+    expect(row).to_contain_text(re.compile("queued", re.IGNORECASE))
+    with writing(run) as writer:
+        writer.write(started())
+        writer.write(step(4, epoch=2, loss=0.125))
+        expect(row).to_contain_text(re.compile("running", re.IGNORECASE))
+        expect(row).to_contain_text("Epoch 2 of 3 · step 4 of 9")
+        expect(row).to_contain_text("0.1250")
+        writer.write(Finished(reason="completed", message="m", step=4, epoch=2))
+    expect(row).to_contain_text(re.compile("completed", re.IGNORECASE))
+    row.get_by_role("link").click()
+    expect(page.locator("[data-status]")).to_have_text("completed")
+    run.delete()

@@ -1,0 +1,123 @@
+"""A person at the page, and a trainer that really trains."""
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import OpenPage
+from tests.conftest import FIXTURE, Server, kill_trainer, read_events, wait_for
+from trainer_core.run_dir import RunDir
+
+LONG = {"epochs": 100_000, "save_every_epochs": 100_000}
+
+
+def fill_fixture(page: Page, **values: str) -> None:
+    """Fill the form for a quick run on the fixture model."""
+    fields = {
+        "model.source": str(FIXTURE / "checkpoint"),
+        "dataset.source": str(FIXTURE / "tensors"),
+        "adapter.rank": "4",
+        "training.epochs": "2",
+        **{name.replace("__", "."): value for name, value in values.items()},
+    }
+    for name, value in fields.items():
+        page.locator(f"[name='{name}']").fill(value)
+
+
+def epochs_shown(page: Page) -> list[int]:
+    """The numbers of the epoch lines in the feed, oldest first."""
+    lines = page.locator("[data-feed] [data-kind=epoch] span").all_inner_texts()
+    return [int(re.findall(r"Epoch ([\d,]+)", line)[0].replace(",", "")) for line in reversed(lines)]
+
+
+def begin(server: Server, open_page: OpenPage) -> tuple[RunDir, Page]:
+    """A long run with its page open, some epochs done."""
+    run = server.begin(training=LONG)
+    page = open_page(f"{server.address}/runs/{run.id}")
+    expect(page.locator("[data-feed] [data-kind=epoch]").nth(2)).to_be_visible(timeout=60_000)
+    return run, page
+
+
+def test_errors_stand_at_their_fields_nothing_typed_is_lost_and_start_works_then(
+    server: Server, open_page: OpenPage, tmp_path: Path
+) -> None:
+    """I3."""
+    page = open_page(f"{server.address}/runs/new")
+    fill_fixture(page, name="Étude", training__learning_rate="abc", dataset__source=str(tmp_path / "gone"))
+    page.reload()
+    expect(page.locator("[name='training.learning_rate']")).to_have_value("abc")
+
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("[data-error-summary]")).to_be_visible()
+    expect(page.locator("[data-field='training.learning_rate'] [data-error]")).to_contain_text("'abc' was given")
+    expect(page.locator("[data-field='dataset.source'] [data-error]")).to_contain_text("There is no folder")
+    assert page.locator("[data-error]").count() == 2
+    for name, value in (("name", "Étude"), ("training.learning_rate", "abc"), ("adapter.rank", "4")):
+        expect(page.locator(f"[name='{name}']")).to_have_value(value)
+
+    page.goto(f"{server.address}/runs/new")
+    expect(page.locator("[name='name']")).to_have_value("Étude")
+    page.locator("[name='training.learning_rate']").fill("1e-4")
+    page.locator("[name='dataset.source']").fill(str(FIXTURE / "tensors"))
+    page.get_by_role("button", name="Start training").dblclick()
+    expect(page).to_have_url(re.compile(r"/runs/\d{8}-\d{6}-etude$"))
+    expect(page.locator("[data-status]")).to_have_text("completed", timeout=90_000)
+    expect(page.locator("[data-figure=step]")).to_have_text("6")
+    assert len(list(server.runs)) == 1
+
+    page.goto(f"{server.address}/runs/new")
+    expect(page.locator("[name='name']")).to_have_value("My adapter")
+
+
+def test_a_reload_a_second_tab_and_a_restarted_server_show_one_history(server: Server, open_page: OpenPage) -> None:
+    """G1, G4."""
+    run, first = begin(server, open_page)
+    second = open_page(f"{server.address}/runs/{run.id}")
+    first.reload()
+    server.kill()
+    expect(first.locator("[data-connection]")).to_contain_text("Reconnecting", timeout=10_000)
+    done = len(read_events(run, "epoch"))
+    wait_for(lambda: len(read_events(run, "epoch")) > done + 2, "training without a server")
+    server.start()
+    for page in (first, second):
+        expect(page.locator("[data-connection]")).to_contain_text("Live", timeout=15_000)
+        expect(page.locator("[data-status]")).to_have_text("running")
+    first.close()
+    second.locator("[data-stop]").click()
+    expect(second.locator("[data-status]")).to_have_text("stopped", timeout=15_000)
+    third = open_page(f"{server.address}/runs/{run.id}")
+    expect(third.locator("[data-feed] [data-kind=finished]")).to_be_visible()
+    expected = [event["epoch"] for event in read_events(run, "epoch")]
+    assert 5 <= len(expected) < 190  # within what the feed holds
+    assert epochs_shown(second) == epochs_shown(third) == expected == list(range(1, len(expected) + 1))
+
+
+def test_stop_saves_a_checkpoint_that_can_be_downloaded(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
+    """G7."""
+    run, page = begin(server, open_page)
+    page.locator("[data-stop]").click()
+    expect(page.locator("[data-status]")).to_have_text("stopped", timeout=15_000)
+    last = read_events(run, "step")[-1]["step"]
+    expect(page.locator("[data-outcome]")).to_contain_text(f"Stopped after step {last}")
+    row = page.locator("[data-checkpoints] [data-checkpoint]")
+    expect(row).to_contain_text(f"Step {last:,}")
+    with page.expect_download() as download:
+        row.get_by_role("link").click()
+    download.value.save_as(tmp_path / "adapter.zip")
+    assert (tmp_path / "adapter.zip").stat().st_size > run.list_checkpoints()[0].bytes
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete").click()
+    expect(page).to_have_url(f"{server.address}/")
+    assert not run.path.exists()
+
+
+def test_a_killed_trainer_is_shown_as_crashed_with_why(server: Server, open_page: OpenPage) -> None:
+    """G3."""
+    run, page = begin(server, open_page)
+    kill_trainer(run)
+    expect(page.locator("[data-status]")).to_have_text("crashed", timeout=3_000)
+    expect(page.locator("[data-outcome]")).to_contain_text("killed by signal 9 (SIGKILL)", timeout=3_000)
+    expect(page.locator("[data-log-tail]")).to_contain_text("loading_model")
+    page.get_by_role("link", name="Use these settings again").click()
+    expect(page.locator("[name='training.epochs']")).to_have_value("100000")
