@@ -137,11 +137,19 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that train nothing; each leaves its home without runs."""
+def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that train nothing."""
     server = Server(tmp_path_factory.mktemp("shared") / "home")
     yield server
     server.stop()
+
+
+@pytest.fixture
+def shared_server(lasting_server: Server) -> Iterator[Server]:
+    """The lasting server, its home without runs before and after the test."""
+    yield lasting_server
+    for run in lasting_server.runs:
+        run.delete()
 
 
 @contextlib.contextmanager

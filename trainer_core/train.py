@@ -131,7 +131,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
                 bad = [name for name, p in trained.items() if p.grad is not None and not p.grad.isfinite().all()]
                 if scaler is not None:
-                    stepper.step()  # the scaler leaves the weights alone and lowers its scale
+                    scaler.update()  # an overflow is ordinary in fp16: this lowers the scale
                 optimizer.zero_grad()
                 skipped += 1
                 consecutive_skips += 1
@@ -182,7 +182,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 seconds=time.perf_counter() - epoch_began,
             )
         )
-        if updates == 0:
+        if updates == 0 and scaler is None:  # a scaler may take a small data set's whole epoch to find its scale
             return finish("aborted", f"In epoch {epoch} every step {nonfinite_advice(device, number_format)}")
         if epoch % training.save_every_epochs == 0:
             save()

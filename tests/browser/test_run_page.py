@@ -75,7 +75,6 @@ def test_each_event_is_shown(shared_server: Server, open_page: OpenPage) -> None
     page.reload()
     expect(page.locator("[data-feed] [data-kind=skipped]")).to_contain_text("2 of 64 tensors")
     expect(page.locator("[data-outcome]")).to_contain_text("Every step was bad.")
-    run.delete()
 
 
 def test_the_curve_is_drawn_and_goes_on_after_a_bad_point(shared_server: Server, open_page: OpenPage) -> None:
@@ -105,7 +104,6 @@ def test_the_curve_is_drawn_and_goes_on_after_a_bad_point(shared_server: Server,
         expect(page.locator("[data-figure=step]")).to_have_text("40")
         page.wait_for_timeout(200)
         assert page.evaluate(accent) > before + 200
-    run.delete()
 
 
 def test_a_thousand_lines_keep_the_feed_bounded(shared_server: Server, open_page: OpenPage) -> None:
@@ -119,7 +117,6 @@ def test_a_thousand_lines_keep_the_feed_bounded(shared_server: Server, open_page
         expect(page.locator("[data-feed] li").first).to_contain_text("warning 999")
         assert page.locator("[data-feed] li").count() == 200
         expect(page.locator("[data-stop]")).to_be_enabled()
-    run.delete()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -139,7 +136,6 @@ def test_no_page_scrolls_sideways(width: int, scheme: str, shared_server: Server
             page.wait_for_timeout(150)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path
             page.close()
-    run.delete()
 
 
 def test_the_run_page_with_all_assets_is_light(shared_server: Server, open_page: OpenPage) -> None:
@@ -151,7 +147,6 @@ def test_the_run_page_with_all_assets_is_light(shared_server: Server, open_page:
     assert any(url.endswith("uPlot.iife.js") for url in sizes)
     assert any(url.endswith("run_store.js") for url in sizes)
     assert sum(sizes.values()) < 200_000
-    run.delete()
 
 
 def test_the_list_stays_current_by_itself(shared_server: Server, open_page: OpenPage) -> None:
@@ -170,4 +165,3 @@ def test_the_list_stays_current_by_itself(shared_server: Server, open_page: Open
     expect(row).to_contain_text(re.compile("completed", re.IGNORECASE))
     row.get_by_role("link").click()
     expect(page.locator("[data-status]")).to_have_text("completed")
-    run.delete()

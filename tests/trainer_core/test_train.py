@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Generator, Tensor
 
 from tests.conftest import FIXTURE, make_run
-from trainer_core import adapter, dataset, model, objective, optim
+from trainer_core import adapter, dataset, model, objective, optim, precision
 from trainer_core import train as training_loop
 from trainer_core.events import Epoch, Event, Finished, Skipped, Started, Step
 from trainer_core.optim import FINAL_FACTOR
@@ -226,6 +226,28 @@ def test_a_streak_of_bad_windows_aborts(tmp_path: Path, monkeypatch: pytest.Monk
     assert len([event for event in events if isinstance(event, Skipped)]) == 3
 
 
+def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A3: the scale starts far too high. 16-mixed is offered on cuda only; its arithmetic runs here on the CPU."""
+    fabric = precision.make_fabric("cpu", "16-mixed")
+    scaler = fabric.strategy.precision.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
+    monkeypatch.setattr(precision, "choose", lambda hardware: ("cpu", "16-mixed"))
+    monkeypatch.setattr(precision, "make_fabric", lambda device, number_format: fabric)
+    options = {"epochs": 12, "gradient_accumulation": 1, "warmup_steps": 0}
+    run, events, finished = run_training(tmp_path, training=options)
+    skipped = [event for event in events if isinstance(event, Skipped)]
+    assert 1 <= len(skipped) < training_loop.MAX_CONSECUTIVE_SKIPS
+    assert skipped[0].step == 1
+    assert finished.reason == "completed"
+    assert finished.step == 60 - len(skipped)
+    assert scaler.get_scale() == 2.0 ** (40 - len(skipped))
+    saved = weights(run, f"step-{finished.step:06d}")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+
+
 @pytest.mark.parametrize("stop_at", ["loading_model", "training"])
 def test_a_stop_before_the_first_step_saves_nothing_and_says_so(stop_at: str, tmp_path: Path) -> None:
     def stop(run: RunDir, event: Event) -> None:
@@ -266,10 +288,10 @@ def test_a_model_without_null_condition_trains_without_dropping_it_and_says_so(t
     assert "without condition dropout" in warning.model_dump()["message"]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_the_adapter_stays_fp32_in_every_precision(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number_format", ["bf16-mixed", "32-true"])
+def test_the_adapter_stays_fp32_in_every_precision(number_format: str, tmp_path: Path) -> None:
     """A2, on the device that is here."""
-    run, events, finished = run_training(tmp_path, hardware={"precision": precision})
+    run, events, finished = run_training(tmp_path, hardware={"precision": number_format})
     assert finished.reason == "completed"
     assert {tensor.dtype for tensor in weights(run, "step-000006").values()} == {torch.float32}
     assert all(step.loss and math.isfinite(step.loss) for step in steps(events))

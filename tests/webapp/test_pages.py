@@ -197,11 +197,8 @@ def test_no_address_leads_out_of_the_home(name: str, address: str, shared_server
 def test_no_checkpoint_address_leads_out_of_its_run(name: str, shared_server: Server, tmp_path: Path) -> None:
     """H2."""
     run = make_run(shared_server.home)
-    try:
-        answer = shared_server.http.get(f"/runs/{run.id}/checkpoints/{name}/download")
-        assert answer.status_code == 404
-    finally:
-        run.delete()
+    answer = shared_server.http.get(f"/runs/{run.id}/checkpoints/{name}/download")
+    assert answer.status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -216,16 +213,13 @@ def test_an_unknown_address_answers_in_kind(path: str, kind: str, shared_server:
 
 def test_a_damaged_run_folder_breaks_no_page(shared_server: Server) -> None:
     run = make_run(shared_server.home)
-    try:
-        run.config.write_text("{broken")
-        run.events.write_bytes(b"\0" * 100 + b"\n{}\n[]\nnot json\n" + b'{"type": "started", "total_steps": 3}\n')
-        (run.checkpoints / "step-000001").mkdir(parents=True)
-        for name in ("adapter_config.json", "adapter_model.safetensors", "state.json"):
-            (run.checkpoints / "step-000001" / name).touch()
-        for address in ("/", f"/runs/{run.id}", "/api/runs", f"/runs/new?from={run.id}"):
-            assert shared_server.http.get(address).status_code == 200
-    finally:
-        run.delete()
+    run.config.write_text("{broken")
+    run.events.write_bytes(b"\0" * 100 + b"\n{}\n[]\nnot json\n" + b'{"type": "started", "total_steps": 3}\n')
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "state.json"):
+        (run.checkpoints / "step-000001" / name).touch()
+    for address in ("/", f"/runs/{run.id}", "/api/runs", f"/runs/new?from={run.id}"):
+        assert shared_server.http.get(address).status_code == 200
 
 
 def test_a_run_folder_that_can_not_be_written_loses_nothing(shared_server: Server) -> None:
@@ -244,7 +238,4 @@ def test_a_run_folder_that_can_not_be_written_loses_nothing(shared_server: Serve
 
 def test_a_queued_folder_made_by_hand_is_shown(shared_server: Server) -> None:
     run: RunDir = make_run(shared_server.home)
-    try:
-        assert "queued" in shared_server.http.get(f"/runs/{run.id}").text
-    finally:
-        run.delete()
+    assert "queued" in shared_server.http.get(f"/runs/{run.id}").text

@@ -34,7 +34,6 @@ def test_a_foreign_page_can_not_open_the_socket(origin: str, shared_server: Serv
     with pytest.raises(InvalidStatus) as caught, connect(address, additional_headers={"Origin": origin}):
         pass
     assert caught.value.response.status_code == 403
-    run.delete()
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[", "0.0.0.0"])
