@@ -14,13 +14,14 @@ test: .venv/installed-test
 	$(BIN)/pytest
 
 # Each stamp is newer than pyproject.toml, so nothing is installed again until that file changes.
-.venv/installed: pyproject.toml
+.venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Descant needs Python 3.10 or newer, this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 " + "run")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-.venv/installed-test: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+.venv/installed-test: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ .venv/installed

@@ -9,7 +9,7 @@ from types import FrameType
 
 from filelock import Timeout
 
-from trainer_core.events import Epoch, Event, EventWriter, Finished, Phase, Started, Step
+from trainer_core.events import Epoch, Event, EventWriter, Finished, Phase, Step
 from trainer_core.run_dir import RunDir
 
 # A look at the run's status tries the lock for an instant; longer than this, another trainer has it.
@@ -20,7 +20,6 @@ def main() -> int:
     """Take the run's lock, train, and write down how it ended."""
     parser = argparse.ArgumentParser(prog="python -m trainer_core", description="Train one run folder.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--progress", action="store_true", help="show a progress bar")
     arguments = parser.parse_args()
     run = RunDir(arguments.run_dir.absolute())
     if not run.config.is_file():
@@ -30,21 +29,22 @@ def main() -> int:
             if run.events.exists():
                 parser.error(f"{run.path} has run before; a run folder is used once. Start a new run.")
             with EventWriter(run.events) as writer:
-                return train_and_record(run, writer, show_progress=arguments.progress)
+                return train_and_record(run, writer)
     except Timeout:
         parser.error(f"{run.path} is being trained by another process.")
 
 
-def train_and_record(run: RunDir, writer: EventWriter, show_progress: bool) -> int:
+def train_and_record(run: RunDir, writer: EventWriter) -> int:
     """Train `run`; however it ends, short of a kill, the last line of its events says so."""
-    show = ProgressBar().show if show_progress else print_event
-    last = Step(step=0, epoch=0, loss=None, learning_rate=0, grad_norm=None, seconds=0, memory_bytes=0)
+    step = epoch = 0
 
     def emit(event: Event) -> None:
-        nonlocal last
+        nonlocal step, epoch
         writer.write(event)
-        last = event if isinstance(event, Step) else last
-        show(event)
+        if isinstance(event, Step):
+            step, epoch = event.step, event.epoch
+        elif not isinstance(event, Epoch):  # a night of steps would bury everything else in the log
+            print(event.model_dump_json(exclude={"seq", "time"}), flush=True)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         run.stop.touch()
@@ -62,38 +62,9 @@ def train_and_record(run: RunDir, writer: EventWriter, show_progress: bool) -> i
     except Exception as error:
         traceback.print_exc()
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        finished = Finished(reason="failed", message=message, step=last.step, epoch=last.epoch)
+        finished = Finished(reason="failed", message=message, step=step, epoch=epoch)
     emit(finished)
     return 0 if finished.reason in ("completed", "stopped") else 1
-
-
-def print_event(event: Event) -> None:
-    """One line for the log; steps are in the events, and a night of them would bury everything else."""
-    if not isinstance(event, Step | Epoch):
-        print(event.model_dump_json(exclude={"seq", "time"}), flush=True)
-
-
-class ProgressBar:
-    """The run's events on a terminal."""
-
-    def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(unit="step", dynamic_ncols=True)
-
-    def show(self, event: Event) -> None:
-        """Draw a step; print everything else that is worth a line."""
-        match event:
-            case Started():
-                self._bar.reset(total=event.total_steps)
-            case Step():
-                self._bar.set_postfix(epoch=event.epoch, loss=event.loss, refresh=False)
-                self._bar.update()
-            case Finished():
-                self._bar.close()
-                print(f"{event.reason}: {event.message}", file=sys.stderr)
-            case _:
-                self._bar.write(event.model_dump_json(exclude={"seq", "time"}), file=sys.stderr)
 
 
 if __name__ == "__main__":

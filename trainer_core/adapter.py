@@ -49,6 +49,11 @@ def tensors(transformer: AceStepTransformer1DModel) -> dict[str, Tensor]:
     return {PEFT_PREFIX + to_original(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
+def saved_name(parameter_name: str) -> str:
+    """What the parameter that `trainable` calls so is called in the file."""
+    return PEFT_PREFIX + to_original(parameter_name).replace(".default.", ".")
+
+
 def save_config(config: AdapterConfig, folder: Path) -> None:
     """Write `adapter_config.json` with the module names of the original model."""
     targets = tuple(to_original(f".{name}.").strip(".") for name in TARGETS)

@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 
 from diffusers import AceStepTransformer1DModel
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from trainer_core import adapter
 from trainer_core.config import AdapterConfig
 from trainer_core.events import Checkpoint
 from trainer_core.run_dir import ADAPTER_FILES, RunDir
+from trainer_core.sources import shorten
 
 
 class CheckpointError(RuntimeError):
@@ -34,29 +34,33 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
-    tensors = adapter.tensors(transformer)
     weights = partial / ADAPTER_FILES[1]
-    save_file(tensors, weights, metadata={"format": "pt"})
+    save_file(adapter.tensors(transformer), weights, metadata={"format": "pt"})
     adapter.save_config(config, partial)
     (partial / "state.json").write_text(json.dumps({"step": step, "epoch": epoch}), encoding="utf-8")
 
-    _check(weights, transformer)
+    tensors = _check(weights, transformer)
     size = weights.stat().st_size
     for file in partial.iterdir():
         _flush(file)
     _flush(partial)
     partial.rename(final)
     _flush(run.checkpoints)
-    return Checkpoint(name=name, step=step, epoch=epoch, bytes=size, tensors=len(tensors))
+    _flush(run.path)
+    return Checkpoint(name=name, step=step, epoch=epoch, bytes=size, tensors=tensors)
 
 
-def _check(weights: Path, transformer: AceStepTransformer1DModel) -> None:
-    trained = adapter.trainable(transformer)
-    with safe_open(weights, "pt") as file:
-        sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (not a dict)
-    expected = sorted(list(parameter.shape) for _, parameter in trained)
-    if sorted(sizes) != expected:
-        raise CheckpointError(f"{len(sizes)} tensors were written to {weights}, {len(expected)} were trained.")
+def _check(weights: Path, transformer: AceStepTransformer1DModel) -> int:
+    """How many tensors the file holds; CheckpointError unless they are those that were trained, bit for bit."""
+    trained = {adapter.saved_name(name): parameter.detach().cpu() for name, parameter in adapter.trainable(transformer)}
+    written = load_file(weights)
+    lacking = [name for name, tensor in trained.items() if name not in written or not tensor.equal(written[name])]
+    if lacking or len(written) != len(trained):
+        raise CheckpointError(
+            f"{len(written)} tensors were written to {weights}, {len(trained)} were trained; "
+            f"not as trained: {shorten(lacking) or 'none'}."
+        )
+    return len(written)
 
 
 def _flush(path: Path) -> None:

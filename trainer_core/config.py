@@ -47,7 +47,7 @@ class ModelConfig(Section):
 class DatasetConfig(Section):
     """Data set"""
 
-    source: Annotated[str, AfterValidator(sources.absolute_dataset)] = Field(
+    source: Annotated[str, AfterValidator(sources.absolute_folder)] = Field(
         "demo",
         title="Data set",
         min_length=1,

@@ -63,10 +63,10 @@ def read_tensors(path: Path) -> dict[str, Any]:
         raise SourceError(
             "it is not a file of tensors and plain values alone; such a file could run code, so it was not opened."
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise SourceError("it is cut short or not a tensor file.") from error
     except OSError as error:
         raise SourceError(f"it can't be read: {error.strerror}.") from error
+    except Exception as error:  # damaged bytes make torch.load raise nearly anything
+        raise SourceError("it is cut short or not a tensor file.") from error
     if not isinstance(content, dict):
         raise SourceError(f"it holds a {type(content).__name__}, not a dictionary of tensors.")
     return content
@@ -90,11 +90,7 @@ def to_sample(name: str, tensors: dict[str, Any]) -> Sample:
     latents = _tensor(tensors, "target_latents", (None, LATENT_CHANNELS))
     context = _tensor(tensors, "context_latents", (latents.shape[0], CONTEXT_CHANNELS))
     condition = _tensor(tensors, "encoder_hidden_states", (None, None))
-    mask = tensors.get("encoder_attention_mask")
-    if isinstance(mask, Tensor):
-        if mask.shape != condition.shape[:1]:
-            raise SourceError(f"encoder_attention_mask is {list(mask.shape)}, should be [{condition.shape[0]}].")
-        condition = condition[mask != 0]
+    condition = condition[_tensor(tensors, "encoder_attention_mask", (condition.shape[0],), any_dtype=True) != 0]
     if not latents.shape[0] or not condition.shape[0]:
         raise SourceError("it is empty: it has no frames or no condition tokens.")
     for key, tensor in (
@@ -108,11 +104,11 @@ def to_sample(name: str, tensors: dict[str, Any]) -> Sample:
     return Sample(name, latents.clone(), context.clone(), condition.clone())
 
 
-def _tensor(tensors: dict[str, Any], key: str, shape: tuple[int | None, ...]) -> Tensor:
+def _tensor(tensors: dict[str, Any], key: str, shape: tuple[int | None, ...], any_dtype: bool = False) -> Tensor:
     tensor = tensors.get(key)
     if tensor is None:
         raise SourceError(f'it has no "{key}"; it has {sources.shorten(str(key) for key in tensors) or "nothing"}.')
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+    if not isinstance(tensor, Tensor) or not (any_dtype or tensor.is_floating_point()):
         raise SourceError(f"{key} is not a tensor of floating-point numbers.")
     if len(tensor.shape) != len(shape) or any(
         want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)

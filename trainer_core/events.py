@@ -5,11 +5,12 @@ There is one writer, the trainer, and it only appends. A reader may come upon a 
 written; such a line has no newline yet and is left for the next look.
 """
 
+import json
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 
 class Event(BaseModel):
@@ -110,12 +111,6 @@ class Finished(Event):
     epoch: int
 
 
-AnyEvent = Annotated[
-    Phase | Started | Step | Skipped | Epoch | Checkpoint | Warning | Finished, Field(discriminator="type")
-]
-parse_event: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
-
-
 class EventWriter:
     """Appends events to a file. Each line reaches the operating system before `write` returns."""
 
@@ -133,7 +128,15 @@ class EventWriter:
         """Number, stamp and append `event`."""
         self._seq += 1
         event.seq, event.time = self._seq, time.time()
-        self._file.write(event.model_dump_json().encode() + b"\n")
+        line = event.model_dump_json().encode() + b"\n"
+        start, written = self._file.seek(0, 2), 0
+        try:
+            while written < len(line):  # a nearly full disk takes a part
+                written += self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(start)
+            self._seq -= 1
+            raise
 
 
 class EventReader:
@@ -142,11 +145,24 @@ class EventReader:
     def __init__(self, path: Path, after: int = 0) -> None:
         """Start behind the event with `seq` `after`."""
         self._path = path
+        self._after = after
+        self._seq = 0
         self._offset = 0
-        self._skip = after
 
     def read(self, most: int = 1 << 20) -> list[str]:
-        """Complete lines, without their newlines; about `most` bytes of them, none when there is nothing new."""
+        """Complete lines, without their newlines; about `most` bytes of them, none when there is nothing new.
+
+        A line that is damaged, as a power cut can leave it, comes as a warning with its number.
+        """
+        found: list[str] = []
+        while not found and (lines := self._next_lines(most)):
+            for line in lines:
+                self._seq += 1
+                if self._seq > self._after:
+                    found.append(line if _is_event(line, self._seq) else _damaged(self._seq))
+        return found
+
+    def _next_lines(self, most: int) -> list[str]:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -158,6 +174,20 @@ class EventReader:
         end = data.rfind(b"\n") + 1
         self._offset += end
         # Not splitlines(): it also breaks at characters such as U+2028 that JSON leaves as they are.
-        lines = data[:end].decode(errors="replace").split("\n")[:-1]
-        skipped, self._skip = self._skip, max(0, self._skip - len(lines))
-        return lines[skipped:]
+        return data[:end].decode(errors="replace").split("\n")[:-1]
+
+
+def _is_event(line: str, seq: int) -> bool:
+    try:
+        event = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(event, dict) and "type" in event and event.get("seq") == seq
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _damaged(seq: int) -> str:
+    return Warning(seq=seq, message=f"Line {seq} of events.jsonl is damaged.").model_dump_json()

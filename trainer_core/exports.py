@@ -1,17 +1,11 @@
 """Checkpoints as files to take away. Light: the web page makes them without torch."""
 
-import re
 import shutil
 import zipfile
 from pathlib import Path
 from typing import IO
 
 from trainer_core.run_dir import ADAPTER_FILES
-
-
-def file_stem(name: str) -> str:
-    """A run's name as the start of a file name that every system takes."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "adapter"
 
 
 def write_zip(checkpoint: Path, folder: str, target: IO[bytes]) -> int:

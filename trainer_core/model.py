@@ -1,7 +1,7 @@
 """ACE-Step 1.5's diffusion transformer, from either layout on disk, with every weight accounted for."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -92,15 +92,26 @@ def load(source: str, variant: Literal["auto", "base", "sft", "turbo"] = "auto")
 
     weights, null_condition = _read(files)
     _check_names(transformer, weights, files)
+    if null_condition is None and (files.layout == "original" or files.condition_weights):
+        raise SourceError(
+            f"The weights in {files.config.parent} have no {NULL_CONDITION}, which every ACE-Step 1.5 model has. "
+            "Download the model again."
+        )
     transformer.load_state_dict(weights, strict=True, assign=True)
     transformer.requires_grad_(False)
-    return LoadedModel(
+    model = LoadedModel(
         transformer,
         _variant(config) if variant == "auto" else variant,
         float(config.get("timestep_mu", -0.4)),
         float(config.get("timestep_sigma", 1.0)),
         null_condition,
     )
+    if null_condition is not None and null_condition.shape != (1, 1, model.condition_width):
+        raise SourceError(
+            f"{NULL_CONDITION} is {list(null_condition.shape)}, should be [1, 1, {model.condition_width}]. "
+            "Download the model again."
+        )
+    return model
 
 
 def build(config: dict[str, Any]) -> AceStepTransformer1DModel:
@@ -131,11 +142,13 @@ def _variant(config: dict[str, Any]) -> Variant:
     return "sft" if "sft" in str(config.get("model_version") or "") else "base"
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """The wanted tensors of a file, in fp32."""
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name).float()
+                if is_wanted(name):
+                    yield name, file.get_tensor(name).float()
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path} can't be read as safetensors: {error}. Download the model again.") from error
 
@@ -144,18 +157,15 @@ def _read(files: ModelFiles) -> tuple[dict[str, Tensor], Tensor | None]:
     """The transformer's weights under diffusers' names, and the null condition."""
     weights: dict[str, Tensor] = {}
     null_condition = None
+    other_parts = OTHER_PARTS if files.layout == "original" else ()
     for path in files.weights:
-        for name, tensor in _tensors(path):
-            if files.layout == "diffusers":
-                weights[name] = tensor
-            elif name.startswith(DIT_PREFIX):
-                weights[to_diffusers(name.removeprefix(DIT_PREFIX))] = tensor
-            elif name == NULL_CONDITION:
+        for name, tensor in _tensors(path, lambda name: not name.startswith(other_parts)):
+            if name == NULL_CONDITION:
                 null_condition = tensor
-            elif not name.startswith(OTHER_PARTS):
-                weights[name] = tensor
+            else:
+                weights[to_diffusers(name.removeprefix(DIT_PREFIX)) if name.startswith(DIT_PREFIX) else name] = tensor
     for path in files.condition_weights:
-        null_condition = dict(_tensors(path)).get(NULL_CONDITION, null_condition)
+        null_condition = dict(_tensors(path, lambda name: name == NULL_CONDITION)).get(NULL_CONDITION, null_condition)
     return weights, null_condition
 
 

@@ -11,6 +11,7 @@ import torch
 from lightning import Fabric
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import MixedPrecision, Precision
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from trainer_core.config import HardwareConfig
 
@@ -33,6 +34,7 @@ class Autocast(MixedPrecision):
     """Mixed precision that leaves the inputs as they are: Fabric's would round the timesteps to 8 bits."""
 
     def convert_input(self, data: Any) -> Any:
+        """`data` as it is."""
         return data
 
 
@@ -40,29 +42,36 @@ class XPUAccelerator(Accelerator):
     """Intel graphics cards, which Fabric does not know."""
 
     def setup_device(self, device: torch.device) -> None:
+        """Make `device` the current one."""
         torch.xpu.set_device(device)
 
     def teardown(self) -> None:
+        """Give back cached memory."""
         torch.xpu.empty_cache()
 
     @staticmethod
     def parse_devices(devices: Any) -> Any:
+        """`devices` as given."""
         return devices
 
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
+        """The first `devices` cards."""
         return [torch.device("xpu", index) for index in range(devices)]
 
     @staticmethod
     def auto_device_count() -> int:
+        """How many cards there are."""
         return torch.xpu.device_count()
 
     @staticmethod
     def is_available() -> bool:
+        """Whether PyTorch can use one."""
         return torch.xpu.is_available()
 
     @staticmethod
     def name() -> str:
+        """The device type."""
         return "xpu"
 
 
@@ -95,7 +104,10 @@ def choose(hardware: HardwareConfig) -> tuple[Device, str]:
 def make_fabric(device: Device, precision: str) -> Fabric:
     """Fabric on one device; its autocast, where there is one, is that device's own."""
     plugin = Autocast(precision, device=device) if precision in MIXED else Precision()  # type: ignore[arg-type]
-    return Fabric(accelerator=XPUAccelerator() if device == "xpu" else device, devices=1, plugins=[plugin])
+    if device == "xpu":  # Fabric would put an accelerator it does not know on the CPU
+        strategy = SingleDeviceStrategy(torch.device("xpu", 0), accelerator=XPUAccelerator(), precision=plugin)
+        return Fabric(strategy=strategy, devices=1)
+    return Fabric(accelerator=device, devices=1, plugins=[plugin])
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,10 @@ from trainer_core.config import RunConfig
 
 Status = Literal["queued", "starting", "running", "stopping", "completed", "stopped", "aborted", "failed", "crashed"]
 ACTIVE: tuple[Status, ...] = ("starting", "running", "stopping")
+ENDINGS: tuple[Status, ...] = ("completed", "stopped", "aborted", "failed")
+
+PROBE_SECONDS = 0.02
+"""How long a look tries the lock: another process that looks holds it for an instant, a trainer for good."""
 
 LAUNCH_SECONDS = 10.0
 """How long a started trainer may take to take its lock (an interpreter's start) before it counts as crashed."""
@@ -34,7 +39,7 @@ RUN_ID = re.compile(r"\w[\w .()+-]{0,199}")
 CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-# Two looks at once would each see the other's trial lock as a living trainer.
+# Looks of this process come one after the other, and none while a folder is being deleted.
 _looking = threading.Lock()
 
 
@@ -55,6 +60,7 @@ class RunSummary:
     id: str
     name: str
     status: Status
+    active: bool
     created: float
     step: int
     total_steps: int | None
@@ -88,21 +94,29 @@ class RunDir:
     def is_alive(self) -> bool:
         """Whether a trainer holds the lock."""
         with _looking:
+            if not self.config.exists():  # trying the lock would make a deleted folder again
+                return False
             try:
-                with self.lock().acquire(blocking=False):
+                with self.lock().acquire(timeout=PROBE_SECONDS, poll_interval=PROBE_SECONDS / 4):
                     return False
             except Timeout:
                 return True
-            except OSError:  # a copied or read-only folder: nobody trains there
+            except OSError:  # a read-only folder: nobody trains there
                 return False
 
     def status(self) -> Status:
         """The run's state, from its lock, its last event and the files beside them."""
-        return self._status(self.is_alive(), _window(self.events))
+        return self._look()[0]
+
+    def _look(self) -> tuple[Status, list[dict[str, Any]]]:
+        """The status, and the events it was read from."""
+        # The lock first: a trainer that finishes before its events are read has left its last line.
+        alive = self.is_alive()
+        window = _window(self.events)
+        return self._status(alive, window), window
 
     def _status(self, alive: bool, window: list[dict[str, Any]]) -> Status:
-        # `alive` was asked before the events were read: a trainer that finished in between left its last line.
-        if window and window[-1]["type"] == "finished":
+        if window and window[-1]["type"] == "finished" and window[-1].get("reason") in ENDINGS:
             reason: Status = window[-1]["reason"]
             return reason
         if alive:
@@ -117,10 +131,8 @@ class RunDir:
         return "crashed"
 
     def summary(self) -> RunSummary:
-        """The run as a list shows it. Costs the same however long the run is."""
-        alive = self.is_alive()
-        window = _window(self.events)
-        status = self._status(alive, window)
+        """The run as a list shows it. However long the run, only its ends are read."""
+        status, window = self._look()
         last = {event["type"]: event for event in window}
         step, started = last.get("step", {}), last.get("started", {})
         ended_badly = status in ("crashed", "failed")
@@ -128,6 +140,7 @@ class RunDir:
             id=self.id,
             name=str(self.settings().get("name", self.id)),
             status=status,
+            active=status in ACTIVE,
             created=self.created,
             step=step.get("step", 0),
             total_steps=started.get("total_steps"),
@@ -168,13 +181,11 @@ class RunDir:
         """The complete checkpoints, oldest first."""
         found = []
         for folder in self.checkpoints.iterdir() if self.checkpoints.is_dir() else ():
-            if checkpoint := self.find_checkpoint(folder.name):
-                try:
-                    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-                    size = (checkpoint / ADAPTER_FILES[1]).stat().st_size
-                    found.append(CheckpointInfo(folder.name, state["step"], state["epoch"], size))
-                except (OSError, ValueError, KeyError, TypeError):  # deleted this moment, or damaged by hand
-                    continue
+            try:
+                if checkpoint := self.find_checkpoint(folder.name):
+                    found.append(_checkpoint_info(checkpoint, checkpoint.stat().st_mtime_ns))
+            except (OSError, ValueError, KeyError, TypeError):  # deleted this moment, or damaged by hand
+                continue
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def find_checkpoint(self, name: str) -> Path | None:
@@ -190,8 +201,10 @@ class RunDir:
             self.stop.touch()
 
     def delete(self) -> None:
-        """Remove the folder and all that is in it."""
-        shutil.rmtree(self.path)
+        """Remove the folder and all that is in it. Raises OSError where a file is held open, as Windows does."""
+        with _looking:
+            # Under a name that no run has, so that a half-deleted folder is never shown.
+            shutil.rmtree(self.path.rename(self.path.with_name(f".{self.id}.deleted")))
 
     def _exit_status(self) -> int | None:
         try:
@@ -208,7 +221,7 @@ class RunFolders:
 
     def create(self, config: RunConfig) -> RunDir:
         """A new run folder that holds `config`. Raises OSError when it can't be written."""
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{_slug(config.name)}".rstrip("-")
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(config.name)}".rstrip("-")
         path = _first_free(lambda count: self.path / (stem if count == 1 else f"{stem}-{count}"))
         (path / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
         return RunDir(path)
@@ -224,7 +237,7 @@ class RunFolders:
         """Newest first."""
         names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
         found = [run for name in names if (run := self.find(name))]
-        return iter(sorted(found, key=lambda run: run.created, reverse=True))
+        return iter(sorted(found, key=lambda run: (run.created, run.id), reverse=True))
 
     def active(self) -> RunDir | None:
         """The run whose trainer lives, if any."""
@@ -241,7 +254,15 @@ def _first_free(candidate: Callable[[int], Path]) -> Path:
     raise FileExistsError(f"There are already 999 folders like {candidate(1)}.")
 
 
-def _slug(name: str) -> str:
+@lru_cache(maxsize=4096)
+def _checkpoint_info(folder: Path, changed: int) -> CheckpointInfo:
+    """What a checkpoint's files tell. A complete one never changes, so a night's worth is read once."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return CheckpointInfo(folder.name, state["step"], state["epoch"], (folder / ADAPTER_FILES[1]).stat().st_size)
+
+
+def slug(name: str) -> str:
+    """A run's name as a part of a file name that every system takes; empty where nothing of it is left."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:40].strip("-")
 

@@ -33,22 +33,25 @@ class ModelFiles:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether `source` reads as `owner/name` and is not a folder that exists."""
-    return HUB_ID.fullmatch(source) is not None and not Path(source).is_dir()
+    """Whether `source` reads as `owner/name`, and nothing here is called `owner`."""
+    return HUB_ID.fullmatch(source) is not None and not Path(source.split("/")[0]).is_dir()
 
 
 def absolute_model(source: str) -> str:
     """`source` with a folder made absolute, so that a run means the same wherever it is started."""
-    return source if source == DEMO or is_hub_id(source) else absolute_dataset(source)
+    return source if is_hub_id(source) else absolute_folder(source)
 
 
-def absolute_dataset(source: str) -> str:
+def absolute_folder(source: str) -> str:
     """`source` with a folder made absolute; `demo` stays."""
     if source in ("", DEMO):
         return source
     if "\0" in source:
         raise ValueError("The path holds a NUL character; give the path of a folder.")
-    return str(Path(source).expanduser().absolute())
+    try:
+        return str(Path(source).expanduser().absolute())
+    except RuntimeError as error:
+        raise ValueError(f"{source} names a person this machine does not know; give the whole path.") from error
 
 
 def check_model(source: str) -> None:
@@ -123,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
         raise SourceError(f"{path} holds a JSON {type(value).__name__}, not an object.")
@@ -151,9 +154,16 @@ def _listing(folder: Path, wanted: str) -> set[str]:
     return names
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise SourceError(f"{path} can't be looked at: {error.strerror}. Check the permissions there.") from error
+
+
 def _config(folder: Path) -> Path:
     config = folder / "config.json"
-    if config.is_file():
+    if _is_file(config):
         return config
     inside = sorted(child.parent.name for child in folder.glob("*/config.json"))
     hint = f" Its folders {shorten(inside)} have one: give one of those." if inside else ""
@@ -162,9 +172,9 @@ def _config(folder: Path) -> Path:
 
 def _weights(folder: Path, stem: str) -> tuple[Path, ...]:
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if single.is_file():
+    if _is_file(single):
         return (single,)
-    if not index.is_file():
+    if not _is_file(index):
         raise SourceError(
             f"{folder} has a config.json but no weights. Expected {single.name}, or {index.name} and its shards."
         )
@@ -172,7 +182,7 @@ def _weights(folder: Path, stem: str) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f'{index} has no "weight_map". Download the model again.')
     shards = sorted({PATH_SEPARATORS.split(str(name))[-1] for name in weight_map.values()})
-    missing = [name for name in shards if not (folder / name).is_file()]
+    missing = [name for name in shards if not _is_file(folder / name)]
     if missing:
         raise SourceError(
             f"{index.name} names {len(shards)} shards, {len(missing)} of them are missing: {shorten(missing)}. "

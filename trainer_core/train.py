@@ -24,7 +24,7 @@ from trainer_core.model import LoadedModel
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import shorten
 
-MAX_CONSECUTIVE_SKIPS = 25
+MIN_SKIPS_TO_ABORT, MAX_CONSECUTIVE_SKIPS = 3, 25
 
 
 def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Finished:
@@ -182,9 +182,10 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 seconds=time.perf_counter() - epoch_began,
             )
         )
-        if updates == 0 and scaler is None:  # a scaler may take a small data set's whole epoch to find its scale
+        # A few in a row, since an epoch of one window may just be unlucky, and a scaler is still finding its scale.
+        if updates == 0 and consecutive_skips >= MIN_SKIPS_TO_ABORT and scaler is None:
             return finish("aborted", f"In epoch {epoch} every step {nonfinite_advice(device, number_format)}")
-        if epoch % training.save_every_epochs == 0:
+        if epoch % training.save_every_epochs == 0 and step > saved_step:
             save()
 
     # Finish

@@ -11,11 +11,11 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from trainer_core import exports
 from trainer_core.config import ConfigError, validate
-from trainer_core.run_dir import ACTIVE
+from trainer_core.run_dir import ACTIVE, slug
 from webapp import runs
 from webapp.forms import flatten, from_form
 from webapp.pages import form_page
-from webapp.supervisor import RunActive
+from webapp.supervisor import RunActive, start_in_background
 
 
 async def start(request: Request) -> Response:
@@ -25,9 +25,10 @@ async def start(request: Request) -> Response:
     values = {name: str(value) for name, value in flatten(data).items()}
     try:
         config = await run_in_threadpool(validate, data)
-        run = await run_in_threadpool(request.app.state.supervisor.start_in_background, config)
     except ConfigError as error:
         return form_page(request, values, errors=error.fields, status=422)
+    try:
+        run = await run_in_threadpool(start_in_background, runs.folders(request), config)
     except RunActive as error:
         return form_page(request, values, error=str(error), status=409)
     except OSError as error:
@@ -47,7 +48,10 @@ def delete(request: Request) -> Response:
     run = runs.requested(request)
     if run.status() in ACTIVE:
         raise HTTPException(409, "This run is being trained. Stop it first, then delete it.")
-    run.delete()
+    try:
+        run.delete()
+    except OSError as error:
+        raise HTTPException(409, f"The run could not be deleted: {error}. Close what has its files open.") from error
     return RedirectResponse("/", 303)
 
 
@@ -60,7 +64,7 @@ def download(request: Request) -> Response:
     asked = request.query_params.get("format", "peft")
     if asked != "peft":
         raise HTTPException(400, f"Format {asked!r} was asked for; this version writes peft.")
-    name = f"{exports.file_stem(run.summary().name)}-{checkpoint.name}"
+    name = f"{slug(run.summary().name) or 'adapter'}-{checkpoint.name}"
     # Without a name on disk, so nothing is left behind however the download ends.
     file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _chunks)
     size = exports.write_zip(checkpoint, name, file)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from trainer_core.config import ConfigError, validate
 from trainer_core.events import EventReader
 from webapp import runs
-from webapp.supervisor import RunActive
+from webapp.supervisor import RunActive, start_in_background
 
 
 def list_runs(request: Request) -> Response:
@@ -22,15 +22,16 @@ async def start(request: Request) -> Response:
     """Start the RunConfig in the body."""
     try:
         data = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}.") from error
     if not isinstance(data, dict):
         raise HTTPException(422, f"The body is a JSON {type(data).__name__}; send an object with a run's settings.")
     try:
         config = await run_in_threadpool(validate, data)
-        run = await run_in_threadpool(request.app.state.supervisor.start_in_background, config)
     except ConfigError as error:
         return JSONResponse({"error": "The settings can't be used.", "fields": error.fields}, 422)
+    try:
+        run = await run_in_threadpool(start_in_background, runs.folders(request), config)
     except RunActive as error:
         return JSONResponse({"error": str(error), "active": error.run.id}, 409)
     except OSError as error:

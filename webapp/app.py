@@ -11,7 +11,6 @@ from webapp import actions, api, pages
 from webapp.live import live
 from webapp.security import SameOriginOnly
 from webapp.settings import Settings
-from webapp.supervisor import Supervisor
 
 
 def make_app(settings: Settings) -> Starlette:
@@ -37,5 +36,4 @@ def make_app(settings: Settings) -> Starlette:
         exception_handlers={HTTPException: pages.error_response, Exception: pages.error_response},
     )
     app.state.runs = RunFolders(settings.home)
-    app.state.supervisor = Supervisor(app.state.runs)
     return app

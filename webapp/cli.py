@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import webbrowser
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from trainer_core.config import ConfigError, validate
 from trainer_core.run_dir import RunFolders
 from webapp.settings import Settings, StartError, default_home, listen, prepare_home
-from webapp.supervisor import RunActive, Supervisor, record_exit
+from webapp.supervisor import RunActive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     serve_parser = commands.add_parser("serve", parents=[home], help="serve the pages (what descant alone does)")
     serve_parser.add_argument("--host", default=Settings.host, help="a loopback address (%(default)s)")
-    serve_parser.add_argument("--port", type=int, default=Settings.port, help="(%(default)s)")
+    serve_parser.add_argument("--port", type=port, default=Settings.port, help="(%(default)s)")
     serve_parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     serve_parser.set_defaults(command=serve)
 
@@ -45,10 +44,19 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
+def port(text: str) -> int:
+    """A port number; 0 lets the system choose one."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{number} was given; a port is a whole number from 0 to 65535")
+    return number
+
+
 def serve(options: argparse.Namespace) -> int:
     """Serve the pages until interrupted. Runs go on by themselves."""
-    settings = Settings(prepare_home(options.home), options.host, options.port)
-    listening = listen(settings.host, settings.port)
+    home = prepare_home(options.home)
+    listening = listen(options.host, options.port)
+    settings = Settings(home, options.host, listening.getsockname()[1])
 
     import uvicorn
 
@@ -71,7 +79,7 @@ def has_browser() -> bool:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train in the foreground, in the same kind of run folder. Ctrl-C saves and stops."""
+    """Train in the foreground, in the same kind of run folder."""
     try:
         data = json.loads(options.config.read_text(encoding="utf-8"))
         config = validate(data if isinstance(data, dict) else {"config": data})
@@ -80,15 +88,14 @@ def train(options: argparse.Namespace) -> int:
         raise StartError(f"{options.config} can't be used:\n{problems}") from error
     except OSError as error:
         raise StartError(f"{options.config} can't be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(f"{options.config} is not valid JSON: {error}.") from error
+    from webapp import terminal
+
     try:
-        run, process = Supervisor(RunFolders(prepare_home(options.home))).start(config, in_terminal=True)
+        return terminal.train(RunFolders(prepare_home(options.home)), config)
     except RunActive as error:
         raise StartError(str(error)) from error
-    print(f"Training in {run.path}", file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer gets it too, and ends the run
-    return record_exit(run, process)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def to_values(config: Mapping[str, Any]) -> dict[str, str]:
     """A config's nested dict as the form's values; unset fields get their defaults."""
     given = flatten(config)
     defaults = flatten(RunConfig().model_dump())
-    return {name: str(given.get(name, default)).removesuffix(".0") for name, default in defaults.items()}
+    values = {name: given.get(name, default) for name, default in defaults.items()}
+    return {n: str(value).removesuffix(".0") if isinstance(value, float) else str(value) for n, value in values.items()}
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import asyncio
 import json
 import time
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from trainer_core.events import EventReader
-from trainer_core.run_dir import ACTIVE
 from webapp import runs
 from webapp.api import after_parameter
 
@@ -48,9 +48,9 @@ async def live(websocket: WebSocket) -> None:
                 if not run.config.is_file():
                     await websocket.close(NO_SUCH_RUN, "The run was deleted.")
                     return
-                summary = run.summary()
+                summary = await run_in_threadpool(run.summary)
                 state = (summary.status, summary.exit_status, summary.checkpoints)
-                ended = summary.status not in (*ACTIVE, "queued")
+                ended = not summary.active and summary.status != "queued"
                 if state != sent_state:
                     sent_state, changed_at = state, now
                     message.append(f'"run":{json.dumps(runs.as_data(summary))}')

@@ -57,7 +57,7 @@ class SameOriginOnly:
         if scope["type"] == "http" and scope["method"] in SAFE_METHODS:
             return None
         origin = headers.get("origin")
-        if origin is not None and (urlsplit(origin).scheme not in ("http", "https") or urlsplit(origin).netloc != host):
+        if origin not in (None, f"http://{host}", f"https://{host}"):
             return f"This request comes from a page of {origin}, not from Descant's own."
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return "This request comes from another site's page, not from Descant's own."

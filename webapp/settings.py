@@ -66,11 +66,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         bound.bind((host, port))
         bound.listen(128)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         bound.close()
-        reason = getattr(error, "strerror", None) or str(error)
         raise StartError(
-            f"Can't listen on {host}:{port}: {reason}. Is Descant already running there? "
+            f"Can't listen on {host}:{port}: {error.strerror}. Is Descant already running there? "
             f"Open http://{host}:{port}, or choose another port with --port."
         ) from error
     return bound

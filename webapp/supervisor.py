@@ -1,13 +1,15 @@
 """Starting trainers, one at a time. A trainer is a process of its own and outlives the server.
 
 A restarted server finds a trainer again by its run's lock. What only the parent learns, how the process ended,
-is written into the run folder by the server that started it.
+is written into the run folder by the process that started it.
 """
 
 import os
 import subprocess
 import sys
 import threading
+
+from filelock import FileLock
 
 from trainer_core.config import RunConfig
 from trainer_core.run_dir import RunDir, RunFolders
@@ -21,29 +23,25 @@ class RunActive(Exception):
         self.run = run
 
 
-class Supervisor:
-    """Starts runs of one home folder."""
+def start(runs: RunFolders, config: RunConfig) -> "tuple[RunDir, subprocess.Popen[bytes]]":
+    """Make a run folder and start its trainer; the caller must `record_exit` the process.
 
-    def __init__(self, runs: RunFolders) -> None:
-        self._runs = runs
-        self._starting = threading.Lock()
+    Raises RunActive while another run of the same home is being trained, whoever started it; OSError when the
+    folder can't be written.
+    """
+    runs.path.mkdir(parents=True, exist_ok=True)
+    with FileLock(runs.path / ".start.lock"):
+        if active := runs.active():
+            raise RunActive(active)
+        run = runs.create(config)
+        return run, _launch(run)
 
-    def start(self, config: RunConfig, in_terminal: bool = False) -> tuple[RunDir, "subprocess.Popen[bytes]"]:
-        """Make a run folder and start its trainer, in the background or with its progress on this terminal.
 
-        Someone must `record_exit` the process. Raises RunActive while another run is being trained.
-        """
-        with self._starting:
-            if active := self._runs.active():
-                raise RunActive(active)
-            run = self._runs.create(config)
-            return run, _launch(run, in_terminal)
-
-    def start_in_background(self, config: RunConfig) -> RunDir:
-        """`start`, with the exit recorded when it comes."""
-        run, process = self.start(config)
-        threading.Thread(target=record_exit, args=(run, process), daemon=True).start()
-        return run
+def start_in_background(runs: RunFolders, config: RunConfig) -> RunDir:
+    """`start`, with the exit recorded when it comes."""
+    run, process = start(runs, config)
+    threading.Thread(target=record_exit, args=(run, process), daemon=True).start()
+    return run
 
 
 def record_exit(run: RunDir, process: "subprocess.Popen[bytes]") -> int:
@@ -54,18 +52,16 @@ def record_exit(run: RunDir, process: "subprocess.Popen[bytes]") -> int:
     return status
 
 
-def _launch(run: RunDir, in_terminal: bool) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "trainer_core", str(run.path)]
+def _launch(run: RunDir) -> "subprocess.Popen[bytes]":
     with run.log.open("ab") as log:
-        if in_terminal:
-            return subprocess.Popen([*command, "--progress"])
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "trainer_core", str(run.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
-            # Away from the server's terminal: Ctrl-C there must not reach the trainer.
+            # Away from this terminal: neither Ctrl-C there nor closing it may reach the trainer.
             start_new_session=True,
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+            | getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )

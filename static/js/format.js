@@ -67,7 +67,7 @@ const SIGNALS = { 1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGAB
 
 /** How a process ended; as in Python, a negative status is the signal that ended it. */
 export function exitStatus(status) {
-  if (status === null) return "exit status unknown: Descant was not running when it ended";
+  if (status === null) return "exit status unknown, since the Descant that started it had ended";
   if (status >= 0) return `exit status ${status}`;
   const name = SIGNALS[-status];
   return `killed by signal ${-status}${name ? ` (${name})` : ""}`;

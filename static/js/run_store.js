@@ -9,9 +9,6 @@ const SMOOTHING = 0.95;
 const FEED_LENGTH = 200;
 const PACE_STEPS = 50;
 
-const ACTIVE = ["starting", "running", "stopping"];
-const FINAL = ["completed", "stopped", "aborted", "failed", "crashed"];
-
 /** What each type of event does to the store; the types are those of trainer_core/events.py. */
 export const handlers = {
   phase(store, event) {
@@ -44,7 +41,7 @@ export const handlers = {
     store.phase = null;
     store.finished = event;
     store.addToFeed(event);
-    if (store.run) store.run = { ...store.run, status: event.reason, message: event.message };
+    if (store.run) store.run = { ...store.run, status: event.reason, active: false, message: event.message };
   },
 };
 
@@ -53,7 +50,6 @@ export class RunStore extends EventTarget {
   /** "connecting", "connected", "reconnecting", "ended" or "deleted" */
   connection = "connecting";
   lastSeq = 0;
-  unknownEvents = 0;
 
   started = null;
   phase = null;
@@ -88,7 +84,6 @@ export class RunStore extends EventTarget {
       this.firstTime ??= event.time;
       this.lastTime = event.time;
       if (Object.hasOwn(handlers, event.type)) handlers[event.type](this, event);
-      else this.unknownEvents += 1;
       kinds.add(event.type);
     }
     if (hasGap) kinds.add("gap");
@@ -121,11 +116,11 @@ export class RunStore extends EventTarget {
   }
 
   get isActive() {
-    return ACTIVE.includes(this.run?.status);
+    return this.run?.active ?? false;
   }
 
   get isFinal() {
-    return FINAL.includes(this.run?.status);
+    return this.run !== null && !this.run.active && this.run.status !== "queued";
   }
 
   get stepsDone() {

@@ -97,7 +97,19 @@ def test_a_save_that_lacks_a_trained_tensor_fails_and_leaves_no_checkpoint(
         return tensors
 
     monkeypatch.setattr(adapter, "tensors", all_but_one)
-    with pytest.raises(checkpoint.CheckpointError, match=r"63 tensors were written .* 64 were trained"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"63 tensors were written .* 64 were trained; not as trained: base_model"
+    ):
+        checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    assert run.list_checkpoints() == []
+
+
+def test_a_save_with_a_wrong_value_fails(
+    run: RunDir, adapted: model.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = adapter.tensors
+    monkeypatch.setattr(adapter, "tensors", lambda transformer: {n: t + 1 for n, t in whole(transformer).items()})
+    with pytest.raises(checkpoint.CheckpointError, match=r"64 tensors were written .* not as trained: .* 59 more"):
         checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
     assert run.list_checkpoints() == []
 

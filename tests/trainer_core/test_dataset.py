@@ -1,4 +1,6 @@
+import contextlib
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ def test_the_demo_is_eight_samples_in_the_file_format(tmp_path: Path) -> None:
         ({"target_latents": None}, 'has no "target_latents"; it has '),
         ({"context_latents": None}, 'has no "context_latents"'),
         ({"encoder_hidden_states": None}, 'has no "encoder_hidden_states"'),
+        ({"encoder_attention_mask": None}, 'has no "encoder_attention_mask"'),
         ({"target_latents": torch.randn(20, 8)}, r"target_latents is \[20, 8\], should be \[any, 64\]"),
         ({"target_latents": torch.randn(64)}, r"target_latents is \[64\], should be \[any, 64\]"),
         ({"context_latents": torch.randn(19, 128)}, r"context_latents is \[19, 128\], should be \[20, 128\]"),
@@ -138,3 +141,21 @@ def test_a_condition_of_another_width_names_file_and_widths(tmp_path: Path) -> N
         SourceError, match=r"1 of 1 samples do not fit this model: the condition in a.pt is 32 wide.*takes 64"
     ):
         dataset.check_width(dataset.load(str(tmp_path)), 64)
+
+
+def test_whatever_is_wrong_with_a_files_bytes_is_a_refusal(tmp_path: Path) -> None:
+    """F6: bytes changed at random anywhere in the file load or are refused; nothing else is raised."""
+    save(tmp_path, "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for _ in range(generator.choice((1, 20, 200))):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        (tmp_path / "a.pt").write_bytes(damaged)
+        with contextlib.suppress(SourceError):
+            dataset.load(str(tmp_path))
+            continue
+        refused += 1
+    assert refused > 100

@@ -1,12 +1,13 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.conftest import step
-from trainer_core import events
-from trainer_core.events import AnyEvent, Event, EventReader, EventWriter, Warning, parse_event
+from trainer_core.events import EventReader, EventWriter, Step, Warning
 
 
 def strict(line: str) -> Any:
@@ -22,7 +23,7 @@ def test_numbers_that_are_not_finite_become_null(value: float, tmp_path: Path) -
         writer.write(step(1, loss=value, grad_norm=value))
     (line,) = EventReader(tmp_path / "events").read()
     assert strict(line)["loss"] is None
-    assert parse_event.validate_json(line) == step(1, loss=None, grad_norm=None).model_copy(
+    assert Step.model_validate_json(line) == step(1, loss=None, grad_norm=None).model_copy(
         update={"seq": 1, "time": strict(line)["time"]}
     )
 
@@ -42,12 +43,13 @@ def test_a_half_written_line_is_left_until_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "events"
     reader = EventReader(path)
     assert reader.read() == []
-    path.write_text('{"seq":1}\n{"se')
-    assert reader.read() == ['{"seq":1}']
+    lines = [Warning(seq=seq, message="m").model_dump_json() for seq in (1, 2)]
+    path.write_text(f"{lines[0]}\n{lines[1][:9]}")
+    assert reader.read() == lines[:1]
     assert reader.read() == []
     with path.open("a") as file:
-        file.write('q":2}\n')
-    assert reader.read() == ['{"seq":2}']
+        file.write(f"{lines[1][9:]}\n")
+    assert reader.read() == lines[1:]
 
 
 def test_no_character_of_a_message_breaks_a_line(tmp_path: Path) -> None:
@@ -69,6 +71,41 @@ def test_a_long_history_comes_in_pieces_and_a_longer_line_whole(tmp_path: Path) 
     assert seen == [10, 5000, 10]
 
 
-def test_every_event_class_is_part_of_any_event() -> None:
-    classes = {kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert classes - {Event} == set(get_args(get_args(AnyEvent)[0]))
+def test_a_cursor_far_into_a_long_history_gives_the_rest(tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "events") as writer:
+        for _ in range(1000):
+            writer.write(Warning(message="x" * 50))
+    reader = EventReader(tmp_path / "events", after=990)
+    assert next(strict(line)["seq"] for line in reader.read(most=500)) == 991
+    assert EventReader(tmp_path / "events", after=1000).read(most=500) == []
+
+
+@pytest.mark.parametrize(
+    "damage", ["\0\0\0", "not json", "[]", "{}", '{"type": "step", "seq": 7}', '{"type":"step","seq":2,"loss":NaN}', ""]
+)
+def test_a_damaged_line_comes_as_a_warning_in_its_place(damage: str, tmp_path: Path) -> None:
+    first, third = (Warning(seq=seq, message="m").model_dump_json() for seq in (1, 3))
+    (tmp_path / "events").write_text(f"{first}\n{damage}\n{third}\n")
+    lines = EventReader(tmp_path / "events").read()
+    assert [strict(line)["seq"] for line in lines] == [1, 2, 3]
+    assert (lines[0], lines[2]) == (first, third)
+    assert strict(lines[1])["message"] == "Line 2 of events.jsonl is damaged."
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk: it too takes a part of a write, then refuses."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from trainer_core.events import *\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))\n"
+        "writer = EventWriter(Path(sys.argv[1])); writer.write(Warning(message='fits'))\n"
+        "try: writer.write(Warning(message='x' * 200))\n"
+        "except OSError as error: print(error.strerror)\n"
+        "writer.write(Warning(message='fits'))"
+    )
+    path = tmp_path / "events"
+    printed = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "File too large"
+    assert [(strict(line)["seq"], strict(line)["message"]) for line in path.read_text().splitlines()] == [
+        (1, "fits"),
+        (2, "fits"),
+    ]

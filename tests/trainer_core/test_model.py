@@ -114,6 +114,19 @@ def test_weights_of_another_size_name_both_shapes(tmp_path: Path) -> None:
         model.load(checkpoint_with(tmp_path, reshape))
 
 
+def test_a_missing_or_misshapen_null_condition_is_refused(tmp_path: Path) -> None:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        del tensors["null_condition_emb"]
+
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        tensors["null_condition_emb"] = torch.ones(1, 1, 32)
+
+    with pytest.raises(SourceError, match="have no null_condition_emb"):
+        model.load(checkpoint_with(tmp_path, drop))
+    with pytest.raises(SourceError, match=r"null_condition_emb is \[1, 1, 32\], should be \[1, 1, 64\]"):
+        model.load(checkpoint_with(tmp_path, narrow))
+
+
 def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"

@@ -56,17 +56,26 @@ def test_what_this_machine_has_ends_with_the_cpu() -> None:
     assert precision.available()[-1] == "cpu"
 
 
+def test_an_xpu_run_is_put_on_the_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real Fabric; only the answer that the card is there is made up."""
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    for number_format in ("bf16-mixed", "32-true"):
+        fabric = make_fabric("xpu", number_format)
+        assert fabric.device == torch.device("xpu", 0)
+        assert (fabric.strategy.precision.precision, fabric.accelerator.name()) == (number_format, "xpu")
+
+
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu", "cpu"])
 def test_autocast_is_the_devices_own_and_inputs_stay_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A2: Fabric would take xpu for cuda, and would round the timesteps."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(precision, "Fabric", lambda **arguments: made.update(arguments))
     make_fabric(device, "bf16-mixed")  # type: ignore[arg-type]
-    (plugin,) = made["plugins"]
+    plugin = made["strategy"].precision if device == "xpu" else made["plugins"][0]
     assert isinstance(plugin, Autocast)
     assert plugin.device == device
     assert plugin.convert_input({"t": torch.ones(1)})["t"].dtype == torch.float32
-    accelerator = made["accelerator"]
+    accelerator = made["strategy"].accelerator if device == "xpu" else made["accelerator"]
     assert (accelerator if isinstance(accelerator, str) else accelerator.name()) == device
 
 

@@ -217,6 +217,18 @@ def test_an_epoch_of_bad_windows_aborts_and_keeps_earlier_checkpoints(
     assert all(tensor.isfinite().all() for tensor in weights(run, "step-000005").values())
 
 
+def test_one_bad_window_does_not_end_a_run_of_one_window_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A3, on a data set so small that the bad window is its whole epoch. Five samples, five losses a window."""
+    spoil_gradients(monkeypatch, lambda loss: loss in (6, 20))
+    options = {"epochs": 5, "gradient_accumulation": 8, "save_every_epochs": 1}
+    run, events, finished = run_training(tmp_path, training=options)
+    assert (finished.reason, finished.step) == ("completed", 3)
+    assert [event.updates for event in events if isinstance(event, Epoch)] == [1, 0, 1, 0, 1]
+    assert [saved.step for saved in run.list_checkpoints()] == [1, 2, 3]
+
+
 def test_a_streak_of_bad_windows_aborts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_loop, "MAX_CONSECUTIVE_SKIPS", 3)
     spoil_gradients(monkeypatch, lambda window: window > 1)

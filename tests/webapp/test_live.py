@@ -133,6 +133,30 @@ def test_a_run_that_is_not_there_or_is_deleted_closes_with_its_own_code(shared_s
         assert client.close_code == 4404
 
 
+def test_a_run_is_deleted_for_good_with_its_pages_open(shared_server: Server) -> None:
+    for _ in range(10):
+        run = make_run(shared_server.home)
+        with writing(run) as writer:
+            writer.write(Finished(reason="completed", message="m", step=0, epoch=0))
+        with page(shared_server, run) as first, page(shared_server, run):
+            first.until(lambda first=first: first.runs, "the run")
+            assert shared_server.http.post(f"/runs/{run.id}/delete").status_code == 303
+        assert not run.path.exists()
+    assert [path.name for path in (shared_server.home / "runs").iterdir() if not path.name.startswith(".start")] == []
+
+
+def test_a_damaged_line_does_not_end_the_stream(shared_server: Server) -> None:
+    run = make_run(shared_server.home)
+    with writing(run) as writer, page(shared_server, run) as client:
+        writer.write(step(1))
+        with run.events.open("ab") as file:
+            file.write(b"\0\0\0\n")
+        writer.write(step(2))  # numbered 2, on line 3
+        client.until(lambda: len(client.events) == 3, "three lines")
+    assert client.seqs == [1, 2, 3]
+    assert client.events[1]["message"] == "Line 2 of events.jsonl is damaged."
+
+
 def test_clients_that_vanish_disturb_nobody(shared_server: Server) -> None:
     """G6, in small: many leave without a word, one stops reading; the rest get everything."""
     run = make_run(shared_server.home)

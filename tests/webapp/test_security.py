@@ -8,7 +8,15 @@ from websockets.sync.client import connect
 
 from tests.conftest import Server, fixture_settings, make_run
 
-FOREIGN = ["http://evil.example", "null", "https://127.0.0.1.evil.example", "http://127.0.0.1:1", "file://", ""]
+FOREIGN = [
+    "http://evil.example",
+    "null",
+    "https://127.0.0.1.evil.example",
+    "http://127.0.0.1:1",
+    "file://",
+    "http://[",
+    "",
+]
 
 
 @pytest.mark.parametrize("origin", FOREIGN)

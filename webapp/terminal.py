@@ -1,0 +1,72 @@
+"""A run followed in a terminal: the same trainer and run folder as from the page, its events as a progress bar."""
+
+import json
+import signal
+import sys
+import threading
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer_core.config import RunConfig
+from trainer_core.events import EventReader
+from trainer_core.run_dir import RunDir, RunFolders
+from webapp.supervisor import record_exit, start
+
+LOOK_SECONDS = 0.2
+
+
+def train(runs: RunFolders, config: RunConfig) -> int:
+    """Train in the foreground; 0 when the run completed or was stopped, else 1.
+
+    Ctrl-C saves and stops, a second one kills. Raises what `supervisor.start` raises.
+    """
+    run, process = start(runs, config)
+    print(f"Training in {run.path}", file=sys.stderr)
+
+    def interrupt(*_: object) -> None:
+        if run.stop.exists():
+            process.kill()
+        run.request_stop()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    waiting = threading.Thread(target=record_exit, args=(run, process))
+    waiting.start()
+    try:
+        reader = EventReader(run.events)
+        with tqdm(unit="step", dynamic_ncols=True) as bar:
+            ended = False
+            while not ended:
+                waiting.join(LOOK_SECONDS)
+                ended = not waiting.is_alive()  # before the events are read, so that none is missed
+                while lines := reader.read():
+                    for line in lines:
+                        show(bar, json.loads(line))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return report(run)
+
+
+def show(bar: "tqdm[Any]", event: dict[str, Any]) -> None:
+    """Draw a step; print what is worth a line."""
+    match event["type"]:
+        case "started":
+            bar.reset(total=event["total_steps"])
+        case "step":
+            bar.set_postfix(epoch=event["epoch"], loss=event["loss"], refresh=False)
+            bar.update()
+        case "phase" | "warning":
+            bar.write(event["message"], file=sys.stderr)
+        case "skipped":
+            bar.write(f"step {event['step']} skipped: {event['reason']}", file=sys.stderr)
+        case "checkpoint":
+            bar.write(f"checkpoint {event['name']}: {event['bytes']:,} bytes", file=sys.stderr)
+
+
+def report(run: RunDir) -> int:
+    """Print how the run ended and where its log is; returns the exit status for the terminal."""
+    summary = run.summary()
+    print(
+        f"{summary.status}: {summary.message or f'exit status {summary.exit_status}, see {run.log}'}", file=sys.stderr
+    )
+    return 0 if summary.status in ("completed", "stopped") else 1
