@@ -44,7 +44,8 @@ def train_and_record(run: RunDir, writer: EventWriter) -> int:
         if isinstance(event, Step):
             step, epoch = event.step, event.epoch
         elif not isinstance(event, Epoch):  # a night of steps would bury everything else in the log
-            print(event.model_dump_json(exclude={"seq", "time"}), flush=True)
+            details = event.model_dump(exclude={"type", "seq", "time"})
+            print(f"{event.type}:", ", ".join(f"{name} {value}" for name, value in details.items()), flush=True)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         run.stop.touch()

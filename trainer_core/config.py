@@ -32,7 +32,6 @@ class ModelConfig(Section):
     source: Annotated[str, AfterValidator(sources.absolute_model)] = Field(
         "demo",
         title="Model",
-        min_length=1,
         description="demo (a tiny model that comes with Descant), a folder as ACE-Step's downloader or diffusers "
         "leaves it, or a hub id such as owner/name.",
     )
@@ -50,7 +49,6 @@ class DatasetConfig(Section):
     source: Annotated[str, AfterValidator(sources.absolute_folder)] = Field(
         "demo",
         title="Data set",
-        min_length=1,
         description="demo (eight short synthetic samples), or a folder of preprocessed .pt tensors made with the "
         "same model variant.",
     )
@@ -100,7 +98,8 @@ class TrainingConfig(Section):
         ge=0,
         le=1_000_000,
         title="Warm-up",
-        description="Steps from zero to the peak. After it the rate falls along a cosine to 1 % of the peak.",
+        description="Steps over which the rate rises to its peak; after them it falls along a cosine to 1 %. In a shorter "
+        "run a tenth of its steps.",
         json_schema_extra={"unit": "steps"},
     )
     weight_decay: float = Field(

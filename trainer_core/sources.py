@@ -38,13 +38,18 @@ def is_hub_id(source: str) -> bool:
 
 
 def absolute_model(source: str) -> str:
-    """`source` with a folder made absolute, so that a run means the same wherever it is started."""
+    """`source` with a folder made absolute, so that a run means the same wherever it is started.
+
+    Raises ValueError for what can be no path, as `absolute_folder` does.
+    """
     return source if is_hub_id(source) else absolute_folder(source)
 
 
 def absolute_folder(source: str) -> str:
     """`source` with a folder made absolute; `demo` stays."""
-    if source in ("", DEMO):
+    if not source:
+        raise ValueError("Nothing was given; this takes the path of a folder, or demo.")
+    if source == DEMO:
         return source
     if "\0" in source:
         raise ValueError("The path holds a NUL character; give the path of a folder.")

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import webbrowser
+from importlib import metadata
 from pathlib import Path
 
 from trainer_core.config import ConfigError, validate
@@ -17,9 +18,14 @@ from webapp.supervisor import RunActive
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; `descant` alone serves. Exit status 2 when it can't start."""
     given = sys.argv[1:] if arguments is None else arguments
-    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help", "--version")):
         given = ["serve", *given]
-    parser = argparse.ArgumentParser(prog="descant", description="Train adapters for ACE-Step 1.5.")
+    parser = argparse.ArgumentParser(
+        prog="descant",
+        description="Train adapters for ACE-Step 1.5. Without a command it serves the pages: descant --port 9000.",
+        epilog="The options of a command: descant serve --help, descant train --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"descant {metadata.version('descant')}")
     commands = parser.add_subparsers(required=True)
     home = argparse.ArgumentParser(add_help=False)
     home.add_argument("--home", type=Path, default=default_home(), help="where runs are kept (%(default)s)")

@@ -27,7 +27,9 @@ def train(runs: RunFolders, config: RunConfig) -> int:
     def interrupt(*_: object) -> None:
         if run.stop.exists():
             process.kill()
-        run.request_stop()
+        else:
+            print("Saving and stopping; press Ctrl-C again to end it without.", file=sys.stderr)
+            run.request_stop()
 
     before = signal.signal(signal.SIGINT, interrupt)
     waiting = threading.Thread(target=record_exit, args=(run, process))

@@ -59,7 +59,9 @@ export const capitalized = (word) => word.charAt(0).toUpperCase() + word.slice(1
 
 /** How far a run is, for a list. */
 export function progress(run) {
-  if (!run.total_steps) return run.message === null ? "Not started yet" : "Ended before the first step";
+  if (run.status === "queued") return "Not started yet";
+  if (!run.active && !run.step) return "Ended before the first step";
+  if (!run.total_steps) return "Getting ready";
   return `Epoch ${count(run.epoch)} of ${count(run.total_epochs)} · step ${count(run.step)} of ${count(run.total_steps)}`;
 }
 

@@ -3,8 +3,6 @@
 import * as format from "./format.js";
 import { redrawOn } from "./redraw.js";
 
-const pace = (value) => (value === undefined ? format.UNKNOWN : `${format.seconds(value)} a step`);
-
 export function showFigures(store, page) {
   const cells = Object.fromEntries([...page.querySelectorAll("[data-figure]")].map((cell) => [cell.dataset.figure, cell]));
   const bar = page.querySelector("[data-progress]");
@@ -23,7 +21,7 @@ export function showFigures(store, page) {
       smoothed_loss: format.loss(newest("smoothed")),
       learning_rate: format.threeDigits(newest("learning_rate")),
       grad_norm: format.threeDigits(newest("grad_norm")),
-      seconds: pace(newest("seconds")),
+      seconds: store.pace === null ? format.UNKNOWN : `${format.seconds(store.pace)} a step`,
       memory_bytes: format.bytes(newest("memory_bytes") || null),
     };
     for (const [name, text] of Object.entries(words)) if (cells[name].textContent !== text) cells[name].textContent = text;

@@ -131,12 +131,14 @@ export class RunStore extends EventTarget {
     return this.started?.total_steps ?? this.run?.total_steps ?? null;
   }
 
-  /** Seconds until the last step at the pace of the latest ones, saving and skipped updates included. */
+  /** Seconds a step, the mean of the latest ones: a single step may have waited for another program. */
+  get pace() {
+    const latest = this.columns.seconds.slice(-PACE_STEPS);
+    return latest.length ? latest.reduce((sum, seconds) => sum + seconds, 0) / latest.length : null;
+  }
+
+  /** Seconds until the last step at that pace. */
   get timeLeft() {
-    const { time, seconds } = this.columns;
-    if (!time.length || !this.totalSteps) return null;
-    const first = Math.max(0, time.length - PACE_STEPS);
-    const elapsed = time.at(-1) - time[first] + seconds[first];
-    return (elapsed / (time.length - first)) * (this.totalSteps - this.stepsDone);
+    return this.pace === null || !this.totalSteps ? null : this.pace * (this.totalSteps - this.stepsDone);
   }
 }
