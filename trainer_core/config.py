@@ -98,8 +98,8 @@ class TrainingConfig(Section):
         ge=0,
         le=1_000_000,
         title="Warm-up",
-        description="Steps over which the rate rises to its peak; then it falls along a cosine to 1 %. In a run that is "
-        "shorter, a tenth of its steps.",
+        description="Steps over which the rate rises to its peak; then it falls along a cosine to 1 %. "
+        "In a run that is shorter, a tenth of its steps.",
         json_schema_extra={"unit": "steps"},
     )
     weight_decay: float = Field(
