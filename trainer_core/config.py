@@ -146,7 +146,7 @@ class RunConfig(Section):
         min_length=1,
         max_length=80,
         title="Name",
-        description="What the run is called in the list.",
+        description="What the run is called in the list; up to 80 characters.",
     )
     model: ModelConfig = ModelConfig()
     dataset: DatasetConfig = DatasetConfig()
