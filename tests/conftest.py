@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +19,9 @@ import pytest
 from trainer_core.config import RunConfig
 from trainer_core.events import EventWriter, Started, Step
 from trainer_core.run_dir import RunDir, RunFolders
+
+# As the trainer sets it, for the tests that train in this process; before anything imports torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 FIXTURE = Path(__file__).parent / "fixtures" / "acestep-original-base"
 

@@ -1,6 +1,7 @@
 """`python -m trainer_core RUN_DIR`: train one run folder. Exit status 0 for completed or stopped, else 1."""
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -52,6 +53,10 @@ def train_and_record(run: RunDir, writer: EventWriter) -> int:
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
+
+    # Before PyTorch is loaded. Threads that wait by spinning take the processor from those they wait for: with
+    # one other busy program on two cores a step of the demo took more than ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     emit(Phase(name="importing", message="Starting PyTorch"))
     try:
