@@ -3,6 +3,7 @@
 The form, the JSON API and their error messages are made from these fields; nothing repeats them.
 """
 
+import json
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MaxLen
@@ -192,6 +193,10 @@ def allowed(field: FieldInfo) -> str:
 
 def validate(data: dict[str, Any]) -> RunConfig:
     """The RunConfig that `data` asks for, its folders looked at too. Raises ConfigError with every problem at once."""
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError({"config": "Some text holds half a character (a lone surrogate). Type it again."}) from error
     problems: dict[str, str] = {}
     try:
         config = RunConfig.model_validate(data)

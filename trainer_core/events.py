@@ -8,7 +8,7 @@ written; such a line has no newline yet and is left for the next look.
 import json
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -159,7 +159,9 @@ class EventReader:
             for line in lines:
                 self._seq += 1
                 if self._seq > self._after:
-                    found.append(line if _is_event(line, self._seq) else _damaged(self._seq))
+                    event = parse_line(line)
+                    is_whole = event is not None and event.get("seq") == self._seq
+                    found.append(line if is_whole else _damaged(self._seq))
         return found
 
     def _next_lines(self, most: int) -> list[str]:
@@ -177,12 +179,13 @@ class EventReader:
         return data[:end].decode(errors="replace").split("\n")[:-1]
 
 
-def _is_event(line: str, seq: int) -> bool:
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """The event in a line as plain data; None for what is no event or not strictly JSON."""
     try:
         event = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(event, dict) and "type" in event and event.get("seq") == seq
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
 
 
 def _refuse(constant: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from trainer_core.config import RunConfig
+from trainer_core.events import parse_line
 
 Status = Literal["queued", "starting", "running", "stopping", "completed", "stopped", "aborted", "failed", "crashed"]
 ACTIVE: tuple[Status, ...] = ("starting", "running", "stopping")
@@ -123,12 +124,12 @@ class RunDir:
             if self.stop.exists():
                 return "stopping"
             return "running" if any(event["type"] == "started" for event in window) else "starting"
-        if not self.log.exists():
-            return "queued"
-        launching = time.time() - self.log.stat().st_mtime < LAUNCH_SECONDS
-        if launching and not window and not self.exit_status.exists():
-            return "starting"
-        return "crashed"
+        try:
+            launched = self.log.stat().st_mtime
+        except OSError:
+            return "crashed" if window else "queued"
+        is_new = time.time() - launched < LAUNCH_SECONDS
+        return "starting" if is_new and not window and not self.exit_status.exists() else "crashed"
 
     def summary(self) -> RunSummary:
         """The run as a list shows it. However long the run, only its ends are read."""
@@ -287,15 +288,7 @@ def _window(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines = head.split(b"\n")[:-1] + tail.split(b"\n")[1:-1] if cut else (head + tail).split(b"\n")[:-1]
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # a power cut can leave zeros
-            continue
-        if isinstance(event, dict) and "type" in event:
-            events.append(event)
-    return events
+    return [event for line in lines if (event := parse_line(line))]
 
 
 def _tail(path: Path, most: int) -> list[str]:

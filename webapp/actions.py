@@ -67,7 +67,11 @@ def download(request: Request) -> Response:
     name = f"{slug(run.summary().name) or 'adapter'}-{checkpoint.name}"
     # Without a name on disk, so nothing is left behind however the download ends.
     file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _chunks)
-    size = exports.write_zip(checkpoint, name, file)
+    try:
+        size = exports.write_zip(checkpoint, name, file)
+    except OSError as error:
+        file.close()
+        raise HTTPException(410, f"The checkpoint could not be packed: {error}.") from error
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.zip"'}
     return StreamingResponse(_chunks(file), media_type="application/zip", headers=headers)
 

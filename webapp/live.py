@@ -63,8 +63,8 @@ async def live(websocket: WebSocket) -> None:
                 await websocket.close(1000)
                 return
             await asyncio.wait([gone], timeout=0 if lines else POLL_SECONDS)
-    except WebSocketDisconnect:
-        pass
+    except (WebSocketDisconnect, asyncio.CancelledError):
+        pass  # the client has gone, or the server is ending and this client reads too slowly to be told
     finally:
         gone.cancel()
 

@@ -4,6 +4,7 @@ A restarted server finds a trainer again by its run's lock. What only the parent
 is written into the run folder by the process that started it.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def start_in_background(runs: RunFolders, config: RunConfig) -> RunDir:
 def record_exit(run: RunDir, process: "subprocess.Popen[bytes]") -> int:
     """Wait until the trainer ends and write its exit status into the run folder."""
     status = process.wait()
-    if run.path.is_dir():  # it may have been deleted meanwhile
+    with contextlib.suppress(OSError):  # the run was deleted meanwhile, or the disk is full: then it stays unknown
         run.exit_status.write_text(str(status))
     return status
 

@@ -31,6 +31,8 @@ PHASE = {"type": "phase", "name": "importing", "message": "m"}
     ("log", "alive", "stop", "exit_status", "events", "expected"),
     [
         (False, False, False, None, [], "queued"),
+        (False, False, False, None, [PHASE], "crashed"),
+        (False, True, False, None, [PHASE, STARTED], "running"),
         ("new", False, False, None, [], "starting"),
         ("old", False, False, None, [], "crashed"),
         ("new", False, False, -9, [], "crashed"),

@@ -228,7 +228,11 @@ def test_an_unknown_address_answers_in_kind(path: str, kind: str, shared_server:
 def test_a_damaged_run_folder_breaks_no_page(shared_server: Server) -> None:
     run = make_run(shared_server.home)
     run.config.write_text("{broken")
-    run.events.write_bytes(b"\0" * 100 + b"\n{}\n[]\nnot json\n" + b'{"type": "started", "total_steps": 3}\n')
+    run.events.write_bytes(
+        b"\0" * 100
+        + b'\n{}\n[]\nnot json\n{"type":[]}\n{"type":{}}\n{"type":"step","loss":NaN}\n{"type":"finished"}\n'
+        + b'{"type": "started", "total_steps": 3}\n'
+    )
     (run.checkpoints / "step-000001").mkdir(parents=True)
     for name in ("adapter_config.json", "adapter_model.safetensors", "state.json"):
         (run.checkpoints / "step-000001" / name).touch()
@@ -277,6 +281,13 @@ def test_a_home_of_nobody_is_an_error_at_its_field(settings: dict[str, Any], fie
     answer = shared_server.http.post("/api/runs", json=settings)
     assert answer.status_code == 422
     assert set(answer.json()["fields"]) == {field}
+
+
+def test_half_a_character_is_refused(shared_server: Server) -> None:
+    for body in (b'{"name": "\\ud800"}', b'{"\\ud800": 1}', b'{"model": {"source": "\\udfff"}}'):
+        answer = shared_server.http.post("/api/runs", content=body)
+        assert answer.status_code == 422
+        assert "half a character" in answer.json()["fields"]["config"]
 
 
 def test_deeply_nested_json_is_refused(shared_server: Server, tmp_path: Path) -> None:
