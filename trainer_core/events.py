@@ -171,7 +171,7 @@ class EventReader:
                 data = file.read(most)
                 if b"\n" not in data and len(data) == most:
                     data += file.readline()
-        except FileNotFoundError:
+        except OSError:
             return []
         end = data.rfind(b"\n") + 1
         self._offset += end

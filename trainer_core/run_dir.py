@@ -166,7 +166,7 @@ class RunDir:
         """The saved configuration as plain data; empty when it was damaged by hand."""
         try:
             settings = json.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return settings if isinstance(settings, dict) else {}
 
@@ -185,7 +185,13 @@ class RunDir:
             try:
                 if checkpoint := self.find_checkpoint(folder.name):
                     found.append(_checkpoint_info(checkpoint, checkpoint.stat().st_mtime_ns))
-            except (OSError, ValueError, KeyError, TypeError):  # deleted this moment, or damaged by hand
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                RecursionError,
+            ):  # deleted this moment, or damaged by hand
                 continue
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -232,7 +238,10 @@ class RunFolders:
         path = self.path / run_id
         if not RUN_ID.fullmatch(run_id) or not _is_inside(path, self.path):
             return None
-        return RunDir(path) if (path / "config.json").is_file() else None
+        try:
+            return RunDir(path) if (path / "config.json").is_file() else None
+        except OSError:  # a name longer than the system allows
+            return None
 
     def __iter__(self) -> Iterator[RunDir]:
         """Newest first."""
@@ -259,7 +268,9 @@ def _first_free(candidate: Callable[[int], Path]) -> Path:
 def _checkpoint_info(folder: Path, changed: int) -> CheckpointInfo:
     """What a checkpoint's files tell. A complete one never changes, so a night's worth is read once."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return CheckpointInfo(folder.name, state["step"], state["epoch"], (folder / ADAPTER_FILES[1]).stat().st_size)
+    return CheckpointInfo(
+        folder.name, int(state["step"]), int(state["epoch"]), (folder / ADAPTER_FILES[1]).stat().st_size
+    )
 
 
 def slug(name: str) -> str:
@@ -285,7 +296,7 @@ def _window(path: Path) -> list[dict[str, Any]]:
             file.seek(max(len(head), end - WINDOW_BYTES))
             cut = file.tell() > len(head)
             tail = file.read()
-    except FileNotFoundError:
+    except OSError:
         return []
     lines = head.split(b"\n")[:-1] + tail.split(b"\n")[1:-1] if cut else (head + tail).split(b"\n")[:-1]
     return [event for line in lines if (event := parse_line(line))]
@@ -296,5 +307,5 @@ def _tail(path: Path, most: int) -> list[str]:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - most))
             return file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []

@@ -126,7 +126,22 @@ def test_a_crash_shows_the_exit_status_and_the_last_log_lines(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "run_id",
-    ["", ".", "..", "../outside", "a/b", "..\\outside", "/etc", "C:", "a\0b", "%2e%2e", "link", "looping", "x" * 300],
+    [
+        "",
+        ".",
+        "..",
+        "../outside",
+        "a/b",
+        "..\\outside",
+        "/etc",
+        "C:",
+        "a\0b",
+        "%2e%2e",
+        "link",
+        "looping",
+        "x" * 300,
+        "é" * 200,
+    ],
 )
 def test_no_id_leads_out_of_the_runs(run_id: str, tmp_path: Path) -> None:
     home, outside = tmp_path / "home", tmp_path / "outside"
@@ -198,3 +213,13 @@ def test_a_damaged_config_does_not_hide_the_other_runs(tmp_path: Path) -> None:
     run.config.write_text("{broken")
     assert {summary.name for summary in (each.summary() for each in RunFolders(tmp_path))} == {run.id, "fixture"}
     assert other.settings()["name"] == "fixture"
+
+
+@pytest.mark.parametrize("state", ['{"step": null, "epoch": 1}', '{"step": "x", "epoch": 1}', "[]", "{", "[" * 100_000])
+def test_a_damaged_checkpoint_does_not_hide_the_whole_ones(state: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for name, content in (("step-000001", '{"step": 1, "epoch": 1}'), ("step-000002", state)):
+        (run.checkpoints / name).mkdir(parents=True)
+        for file in (*run_dir.ADAPTER_FILES, "state.json"):
+            (run.checkpoints / name / file).write_text(content)
+    assert [saved.name for saved in run.summary().checkpoints] == ["step-000001"]
