@@ -32,7 +32,8 @@ def save(
     name = f"step-{step:06d}"
     final, partial = run.checkpoints / name, run.checkpoints / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    run.checkpoints.mkdir(exist_ok=True)  # not its parents: a deleted run is not made again
+    partial.mkdir()
 
     weights = partial / ADAPTER_FILES[1]
     save_file(adapter.tensors(transformer), weights, metadata={"format": "pt"})

@@ -17,8 +17,8 @@ class ConfigError(ValueError):
     """A run can't be started as asked. `fields` maps each dotted field name to what is wrong there."""
 
     def __init__(self, fields: dict[str, str]) -> None:
-        super().__init__("; ".join(f"{name}: {message}" for name, message in fields.items()))
-        self.fields = fields
+        self.fields = {name: sources.plain(message) for name, message in fields.items()}
+        super().__init__("; ".join(f"{name}: {message}" for name, message in self.fields.items()))
 
 
 class Section(BaseModel):

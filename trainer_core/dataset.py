@@ -98,7 +98,7 @@ def to_sample(name: str, tensors: dict[str, Any]) -> Sample:
         ("context_latents", context),
         ("encoder_hidden_states", condition),
     ):
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():  # as fp32, in which it will be used
             raise SourceError(f"{key} holds NaN or infinite values.")
     # A slice would keep the whole storage it was cut from alive.
     return Sample(name, latents.clone(), context.clone(), condition.clone())
@@ -108,7 +108,11 @@ def _tensor(tensors: dict[str, Any], key: str, shape: tuple[int | None, ...], an
     tensor = tensors.get(key)
     if tensor is None:
         raise SourceError(f'it has no "{key}"; it has {sources.shorten(str(key) for key in tensors) or "nothing"}.')
-    if not isinstance(tensor, Tensor) or not (any_dtype or tensor.is_floating_point()):
+    if (
+        not isinstance(tensor, Tensor)
+        or (tensor.layout, tensor.device.type) != (torch.strided, "cpu")
+        or not (any_dtype or tensor.is_floating_point())
+    ):
         raise SourceError(f"{key} is not a tensor of floating-point numbers.")
     if len(tensor.shape) != len(shape) or any(
         want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)

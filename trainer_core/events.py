@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from trainer_core.sources import plain
 
 
 class Event(BaseModel):
@@ -22,6 +24,11 @@ class Event(BaseModel):
     type: str
     seq: int = 0
     time: float = 0.0
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _make_plain(cls, value: Any) -> Any:
+        return plain(value) if isinstance(value, str) else value
 
 
 class Phase(Event):

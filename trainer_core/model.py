@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer_core import sources
-from trainer_core.sources import DEMO, DEMO_MODEL, ModelFiles, SourceError
+from trainer_core.sources import DEMO, DEMO_MODEL, ModelFiles, SourceError, plain
 
 Variant = Literal["base", "sft", "turbo"]
 
@@ -84,6 +84,7 @@ def load(source: str, variant: Literal["auto", "base", "sft", "turbo"] = "auto")
     """
     files = sources.find_model(_folder(source))
     config = sources.read_json(files.config)
+    _check_numbers(config, files.config)
     try:
         with torch.device("meta"):
             transformer = build(config)
@@ -112,6 +113,22 @@ def load(source: str, variant: Literal["auto", "base", "sft", "turbo"] = "auto")
             "Download the model again."
         )
     return model
+
+
+def _check_numbers(config: dict[str, Any], path: Path) -> None:
+    """Refuse what would build layers without end, or be found only in the middle of training."""
+    ranges = {
+        "num_hidden_layers": (1, 512),
+        "sliding_window": (1, 1e6),
+        "rope_theta": (1e-6, 1e12),
+        "rms_norm_eps": (0, 1),
+        "timestep_mu": (-100, 100),
+        "timestep_sigma": (0, 100),
+    }
+    for key, (low, high) in ranges.items():
+        value = config.get(key, low)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise SourceError(f"{path}: {key} is {plain(repr(value), 100)}, should be a number from {low} to {high:g}.")
 
 
 def build(config: dict[str, Any]) -> AceStepTransformer1DModel:
@@ -148,7 +165,10 @@ def _tensors(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 if is_wanted(name):
-                    yield name, file.get_tensor(name).float()
+                    tensor = file.get_tensor(name).float()
+                    if not tensor.isfinite().all():
+                        raise SourceError(f"{name} in {path} holds NaN or infinite values. Download the model again.")
+                    yield name, tensor
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path} can't be read as safetensors: {error}. Download the model again.") from error
 

@@ -22,7 +22,7 @@ def learning_rate_factor(step: int, warmup_steps: int, total_steps: int) -> floa
     peak = max(1, warmup_steps)
     if step <= peak:
         return step / peak
-    return FINAL_FACTOR + (1 - FINAL_FACTOR) * (1 + math.cos(math.pi * (step - peak) / (total_steps - peak))) / 2
+    return FINAL_FACTOR + (1 - FINAL_FACTOR) * (1 + math.cos(math.pi * (step - peak) / max(1, total_steps - peak))) / 2
 
 
 def make_optimizer(parameters: Iterable[Parameter], config: TrainingConfig) -> AdamW:

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from trainer_core.config import RunConfig
 from trainer_core.events import parse_line
+from trainer_core.sources import plain
 
 Status = Literal["queued", "starting", "running", "stopping", "completed", "stopped", "aborted", "failed", "crashed"]
 ACTIVE: tuple[Status, ...] = ("starting", "running", "stopping")
@@ -128,7 +129,7 @@ class RunDir:
             launched = self.log.stat().st_mtime
         except OSError:
             return "crashed" if window else "queued"
-        is_new = time.time() - launched < LAUNCH_SECONDS
+        is_new = 0 <= time.time() - launched < LAUNCH_SECONDS
         return "starting" if is_new and not window and not self.exit_status.exists() else "crashed"
 
     def summary(self) -> RunSummary:
@@ -139,7 +140,7 @@ class RunDir:
         ended_badly = status in ("crashed", "failed")
         return RunSummary(
             id=self.id,
-            name=str(self.settings().get("name", self.id)),
+            name=plain(str(self.settings().get("name", self.id))),
             status=status,
             active=status in ACTIVE,
             created=self.created,
@@ -148,7 +149,7 @@ class RunDir:
             epoch=step.get("epoch", 0),
             total_epochs=started.get("total_epochs"),
             loss=step.get("loss"),
-            message=last.get("finished", {}).get("message"),
+            message=plain(str(last["finished"].get("message"))) if "finished" in last else None,
             exit_status=self._exit_status() if ended_badly else None,
             log_tail=self.log_tail() if ended_badly else [],
             checkpoints=self.list_checkpoints(),
@@ -181,7 +182,11 @@ class RunDir:
     def list_checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, oldest first."""
         found = []
-        for folder in self.checkpoints.iterdir() if self.checkpoints.is_dir() else ():
+        try:
+            folders = list(self.checkpoints.iterdir())
+        except OSError:  # none yet, or not to be read
+            return []
+        for folder in folders:
             try:
                 if checkpoint := self.find_checkpoint(folder.name):
                     found.append(_checkpoint_info(checkpoint, checkpoint.stat().st_mtime_ns))
@@ -230,7 +235,11 @@ class RunFolders:
         """A new run folder that holds `config`. Raises OSError when it can't be written."""
         stem = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(config.name)}".rstrip("-")
         path = _first_free(lambda count: self.path / (stem if count == 1 else f"{stem}-{count}"))
-        (path / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        try:
+            (path / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        except OSError:  # a full disk; an empty run would stay in the list for ever
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return RunDir(path)
 
     def find(self, run_id: str) -> RunDir | None:

@@ -104,7 +104,9 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
     Raises SourceError naming what is missing.
     """
     names = _listing(folder, "a folder of preprocessed tensors (.pt)")
-    found = sorted(name for name in names if name.endswith(".pt") and not name.endswith(".tmp.pt"))
+    found = sorted(
+        name for name in names if name.endswith(".pt") and not name.endswith(".tmp.pt") and _is_file(folder / name)
+    )
     if not found:
         where = [child for child in sorted(names) if (folder / child).is_dir() and any((folder / child).glob("*.pt"))]
         hint = f" There are some in {folder / where[0]}: give that folder." if where else ""
@@ -112,11 +114,12 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
     if "manifest.json" not in names:
         return tuple(folder / name for name in found)
 
+    present = set(found)
     listed = read_json(folder / "manifest.json").get("samples")
     if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed) or not listed:
         raise SourceError(f'{folder / "manifest.json"} has no list of paths under "samples". Mend or remove it.')
     wanted = list(dict.fromkeys(PATH_SEPARATORS.split(path)[-1] for path in listed))
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in present]
     if missing:
         raise SourceError(
             f"{folder / 'manifest.json'} lists {len(wanted)} samples, {len(missing)} of them are not in the folder: "
@@ -127,6 +130,8 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; SourceError if it is anything else."""
+    if not _is_file(path):  # a pipe or a device would never end
+        raise SourceError(f"{path} is not a file.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -143,6 +148,12 @@ def shorten(names: Iterable[str], most: int = 5) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
+
+
+def plain(text: str, most: int = 4096) -> str:
+    """`text` fit to be written and shown: no half characters, as odd file names have them, and not without end."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _listing(folder: Path, wanted: str) -> set[str]:

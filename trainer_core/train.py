@@ -103,6 +103,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             chosen = [samples[index] for index in order[start : start + window]]
             loss = torch.zeros((), device=fabric.device)
             for first in range(0, len(chosen), training.batch_size):
+                if not run.config.exists():
+                    return finish("aborted", "The run's folder was moved or deleted while it was being trained.")
                 if run.stop.exists():
                     if step == 0:
                         return finish("stopped", "Stopped before the first step; there was nothing to save.")

@@ -17,9 +17,13 @@ from webapp.forms import flatten, from_form
 from webapp.pages import form_page
 from webapp.supervisor import RunActive, start_in_background
 
+FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data")
+
 
 async def start(request: Request) -> Response:
     """Start the run the form describes; every problem goes back to the form, with all values kept."""
+    if not request.headers.get("content-type", "").startswith(FORM_TYPES):
+        raise HTTPException(415, "This address takes the form of the page. Send JSON to /api/runs.")
     async with request.form() as form:
         data = from_form(form.multi_items())
     values = {name: str(value) for name, value in flatten(data).items()}

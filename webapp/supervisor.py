@@ -35,7 +35,11 @@ def start(runs: RunFolders, config: RunConfig) -> "tuple[RunDir, subprocess.Pope
         if active := runs.active():
             raise RunActive(active)
         run = runs.create(config)
-        return run, _launch(run)
+        try:
+            return run, _launch(run)
+        except OSError:
+            run.delete()
+            raise
 
 
 def start_in_background(runs: RunFolders, config: RunConfig) -> RunDir:

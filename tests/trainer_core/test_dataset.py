@@ -66,6 +66,8 @@ def test_the_demo_is_eight_samples_in_the_file_format(tmp_path: Path) -> None:
         ({"context_latents": torch.full((20, 128), torch.inf)}, "context_latents holds NaN or infinite values"),
         ({"encoder_hidden_states": torch.full((5, 64), torch.nan)}, "encoder_hidden_states holds NaN"),
         ({"target_latents": torch.ones(20, 64, dtype=torch.int64)}, "not a tensor of floating-point numbers"),
+        ({"target_latents": torch.full((20, 64), 1e300, dtype=torch.float64)}, "target_latents holds NaN or infinite"),
+        ({"target_latents": torch.eye(64)[:20].to_sparse()}, "not a tensor of floating-point numbers"),
         ({"target_latents": "words"}, "not a tensor of floating-point numbers"),
         ({"encoder_attention_mask": torch.ones(4)}, r"encoder_attention_mask is \[4\], should be \[5\]"),
         ({"encoder_attention_mask": torch.zeros(5)}, "it is empty"),

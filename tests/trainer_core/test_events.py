@@ -60,15 +60,24 @@ def test_no_character_of_a_message_breaks_a_line(tmp_path: Path) -> None:
     assert strict(line)["message"] == text
 
 
+def test_an_odd_or_endless_message_is_still_written(tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "events") as writer:
+        writer.write(Warning(message="\udcff.pt is bad"))
+        writer.write(Warning(message="x" * 1_000_000))
+    first, second = EventReader(tmp_path / "events").read()
+    assert strict(first)["message"] == "?.pt is bad"
+    assert len(strict(second)["message"]) < 5000
+
+
 def test_a_long_history_comes_in_pieces_and_a_longer_line_whole(tmp_path: Path) -> None:
     with EventWriter(tmp_path / "events") as writer:
-        for size in (10, 5000, 10):
+        for size in (10, 3000, 10):
             writer.write(Warning(message="x" * size))
     reader = EventReader(tmp_path / "events")
     seen: list[int] = []
     while lines := reader.read(most=200):
         seen += [len(strict(line)["message"]) for line in lines]
-    assert seen == [10, 5000, 10]
+    assert seen == [10, 3000, 10]
 
 
 def test_a_cursor_far_into_a_long_history_gives_the_rest(tmp_path: Path) -> None:

@@ -135,12 +135,31 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
         model.load(str(tmp_path))
 
 
-def test_a_config_that_builds_no_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many', should be a number from 1 to 512"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"timestep_mu": float("nan")}, "timestep_mu is nan"),
+        ({"sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ({"hidden_size": "wide"}, "does not describe a model that can be built"),
+    ],
+)
+def test_a_config_that_builds_no_model_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "many"}))
-    with pytest.raises(SourceError, match="does not describe a model that can be built"):
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SourceError, match=message):
         model.load(str(tmp_path))
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors["decoder.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+
+    with pytest.raises(SourceError, match=r"decoder\.layers\.1\.mlp\.up_proj\.weight in .* holds NaN"):
+        model.load(checkpoint_with(tmp_path, spoil))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,17 @@ def test_without_warm_up_the_first_update_is_at_the_peak(total: int) -> None:
     assert factors[-1] == pytest.approx(FINAL_FACTOR if total > 1 else 1)
 
 
+@pytest.mark.parametrize("total", [1, 2])
+def test_a_run_of_one_step_can_be_scheduled(total: int) -> None:
+    """The scheduler asks for the rate after the last update too."""
+    optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], TrainingConfig(learning_rate=0.5))
+    scheduler = make_scheduler(optimizer, 0, total)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for _ in range(total):
+        optimizer.step()
+        scheduler.step()
+
+
 def test_the_scheduler_gives_each_update_its_own_rate() -> None:
     optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1))], TrainingConfig(learning_rate=0.5))
     scheduler = make_scheduler(optimizer, 2, 4)

@@ -110,6 +110,26 @@ def test_every_update_is_the_plain_mean_over_its_own_samples(
             assert torch.allclose(update[key], wanted[key], rtol=1e-4, atol=1e-7)
 
 
+def test_a_run_of_a_single_step_trains_and_saves(tmp_path: Path) -> None:
+    """B4: fewer samples than a batch, one epoch."""
+    options = {"epochs": 1, "batch_size": 8, "gradient_accumulation": 8, "warmup_steps": 0}
+    run, events, finished = run_training(tmp_path, training=options)
+    assert (finished.reason, finished.step) == ("completed", 1)
+    assert steps(events)[0].learning_rate == pytest.approx(3e-4)
+    assert any(tensor.abs().max() > 0 for name, tensor in weights(run, "step-000001").items() if "lora_B" in name)
+
+
+def test_a_run_whose_folder_is_gone_ends_and_makes_nothing_again(tmp_path: Path) -> None:
+    def delete(run: RunDir, event: Event) -> None:
+        if isinstance(event, Step) and event.step == 2:
+            run.delete()
+
+    run, _, finished = run_training(tmp_path, after_event=delete)
+    assert (finished.reason, finished.step) == ("aborted", 2)
+    assert "folder was moved or deleted" in finished.message
+    assert not run.path.exists()
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_a_constant_loss_reads_the_same_whatever_the_accumulation(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

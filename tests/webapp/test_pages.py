@@ -283,6 +283,13 @@ def test_a_home_of_nobody_is_an_error_at_its_field(settings: dict[str, Any], fie
     assert set(answer.json()["fields"]) == {field}
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", ""])
+def test_what_is_no_form_starts_no_demo(kind: str, shared_server: Server) -> None:
+    answer = shared_server.http.post("/runs", content='{"name": "mine"}', headers={"Content-Type": kind})
+    assert answer.status_code == 415
+    assert list(shared_server.runs) == []
+
+
 def test_half_a_character_is_refused(shared_server: Server) -> None:
     for body in (b'{"name": "\\ud800"}', b'{"\\ud800": 1}', b'{"model": {"source": "\\udfff"}}'):
         answer = shared_server.http.post("/api/runs", content=body)
