@@ -1,13 +1,13 @@
 """What the pages' forms do: start, stop and delete a run, download a checkpoint."""
 
 import tempfile
-from collections.abc import Iterator
 from typing import BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from trainer_core import exports
 from trainer_core.config import ConfigError, validate
@@ -69,19 +69,25 @@ def download(request: Request) -> Response:
     if asked != "peft":
         raise HTTPException(400, f"Format {asked!r} was asked for; this version writes peft.")
     name = f"{slug(run.summary().name) or 'adapter'}-{checkpoint.name}"
-    # Without a name on disk, so nothing is left behind however the download ends.
-    file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _chunks)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by FileOnce)
     try:
         size = exports.write_zip(checkpoint, name, file)
     except OSError as error:
         file.close()
         raise HTTPException(410, f"The checkpoint could not be packed: {error}.") from error
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return StreamingResponse(_chunks(file), media_type="application/zip", headers=headers)
+    return FileOnce(file, media_type="application/zip", headers=headers)
 
 
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
+class FileOnce(StreamingResponse):
+    """Sends an open file from its start and closes it, however the download ends."""
+
+    def __init__(self, file: BinaryIO, media_type: str, headers: dict[str, str]) -> None:
         file.seek(0)
-        while chunk := file.read(1 << 18):
-            yield chunk
+        super().__init__(iter(lambda: file.read(1 << 18), b""), media_type=media_type, headers=headers)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with self._file:
+            await super().__call__(scope, receive, send)

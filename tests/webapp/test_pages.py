@@ -8,6 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, wait_for
@@ -303,3 +304,20 @@ def test_deeply_nested_json_is_refused(shared_server: Server, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(nested)
     answer = shared_server.http.post("/api/runs", json={"model": {"source": str(tmp_path)}})
     assert "is not valid JSON" in answer.json()["fields"]["model.source"]
+
+
+def test_aborted_downloads_leave_no_open_file(shared_server: Server) -> None:
+    run = make_run(shared_server.home)
+    checkpoint = run.checkpoints / "step-000001"
+    checkpoint.mkdir(parents=True)
+    for name in ("adapter_config.json", "state.json"):
+        (checkpoint / name).write_text('{"step": 1, "epoch": 1}')
+    (checkpoint / "adapter_model.safetensors").write_bytes(b"x" * 30_000_000)
+    process = psutil.Process(shared_server.process.pid)
+    address = f"/runs/{run.id}/checkpoints/step-000001/download"
+    before = process.num_fds()
+    for _ in range(10):
+        with shared_server.http.stream("GET", address) as answer:
+            assert next(answer.iter_raw())
+    wait_for(lambda: process.num_fds() <= before + 1, "closed files", 10)  # one may be this client's connection
+    assert len(shared_server.http.get(address).content) > 30_000_000
