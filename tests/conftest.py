@@ -44,7 +44,7 @@ def read_events(run: RunDir, kind: str | None = None) -> list[dict[str, Any]]:
     return [event for event in events if kind in (None, event["type"])]
 
 
-def fixture_settings(**sections: dict[str, Any]) -> dict[str, Any]:
+def fixture_settings(**changes: Any) -> dict[str, Any]:
     """Settings of a quick run on the fixture model and its five samples, with some fields set otherwise."""
     settings: dict[str, Any] = {
         "name": "fixture",
@@ -54,14 +54,14 @@ def fixture_settings(**sections: dict[str, Any]) -> dict[str, Any]:
         "training": {"epochs": 2, "warmup_steps": 1},
         "hardware": {"device": "cpu"},
     }
-    for name, fields in sections.items():
-        settings[name] = settings.get(name, {}) | fields
+    for name, value in changes.items():
+        settings[name] = settings.get(name, {}) | value if isinstance(value, dict) else value
     return settings
 
 
-def make_run(home: Path, **sections: dict[str, Any]) -> RunDir:
+def make_run(home: Path, **changes: Any) -> RunDir:
     """A new run folder with `fixture_settings`."""
-    return RunFolders(home).create(RunConfig.model_validate(fixture_settings(**sections)))
+    return RunFolders(home).create(RunConfig.model_validate(fixture_settings(**changes)))
 
 
 class Server:
@@ -109,9 +109,9 @@ class Server:
             self.process.send_signal(signal.SIGINT)
         self.end()
 
-    def begin(self, **sections: dict[str, Any]) -> RunDir:
+    def begin(self, **changes: Any) -> RunDir:
         """Start a run on the fixture model over the API."""
-        answer = self.http.post("/api/runs", json=fixture_settings(**sections))
+        answer = self.http.post("/api/runs", json=fixture_settings(**changes))
         assert answer.status_code == 201, answer.text
         run = self.runs.find(answer.json()["id"])
         assert run
@@ -169,12 +169,17 @@ def started(**changes: Any) -> Started:
         device="cpu",
         precision="32-true",
         variant="base",
+        base_dtype="fp32",
+        gradient_checkpointing=False,
         samples=5,
+        validation_samples=0,
         total_epochs=3,
         total_steps=9,
         first_step=1,
+        adapter="lora",
         trainable_parameters=1000,
         adapted_modules=32,
+        optimizer="adamw",
     )
     return event.model_copy(update=changes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIGHT = {"config", "events", "run_dir", "exports", "sources"}
+LIGHT = {"config", "config_checks", "events", "run_dir", "exports", "sources"}
 
 
 @pytest.mark.parametrize("module", ["webapp.app", "webapp.cli"])

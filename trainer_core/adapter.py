@@ -1,26 +1,73 @@
 """The adapter: PEFT layers injected in place into the transformer, and their tensors under ACE-Step's names."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from diffusers import AceStepTransformer1DModel
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
-from torch import Tensor
+from peft import LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lokr import LoKrLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from trainer_core import matching
 from trainer_core.config import AdapterConfig
-from trainer_core.model import to_original
+from trainer_core.model import to_diffusers, to_original
+from trainer_core.origin import ADAPTER_FILES
+from trainer_core.sources import SourceError, shorten
 
-TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-"""Queries, keys, values and outputs of self- and cross-attention, as diffusers names them."""
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+GROUPS = {
+    "self_attention": tuple(f"self_attn.{name}" for name in ATTENTION),
+    "cross_attention": tuple(f"cross_attn.{name}" for name in ATTENTION),
+    "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+}
+"""Targets that stand for several modules, as diffusers names those."""
 PEFT_PREFIX = "base_model.model."
+PARAMETER_PREFIXES = ("lora_", "lokr_")
 
 
-def lora_config(config: AdapterConfig, targets: tuple[str, ...]) -> LoraConfig:
-    """PEFT's description of the adapter on modules with these names."""
+def module_names(target: str) -> tuple[str, ...]:
+    """What a target stands for: the ends of module names as diffusers has them. It may be one of GROUPS, or ACE-Step's
+    or diffusers' own name of a module or its end."""
+    return GROUPS.get(target, (to_diffusers(f".{target}.").strip("."),))
+
+
+def check_targets(transformer: nn.Module, targets: tuple[str, ...]) -> None:
+    """Raise SourceError with what exists, if one of `targets` is no linear layer of `transformer`."""
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    lost = [
+        target
+        for target in targets
+        if not any(f".{name}".endswith(f".{end}") for name in linear for end in module_names(target))
+    ]
+    if lost:
+        kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", to_original(f"{name}.")).strip(".") for name in linear)
+        raise SourceError(
+            f"No linear layer of this model is called {shorten(lost)}. Targets are {', '.join(GROUPS)}, and the layers "
+            f"{', '.join(kinds)}; those of a block also with its number, as in layers.0.self_attn.q_proj."
+        )
+
+
+def peft_config(config: AdapterConfig, targets: Iterable[str]) -> PeftConfig:
+    """PEFT's description of the adapter on modules whose names end so."""
+    if config.type == "lokr":
+        return LoKrConfig(
+            r=config.rank,
+            alpha=config.alpha,
+            rank_dropout=config.dropout,
+            decompose_both=config.decompose_both,
+            decompose_factor=config.decompose_factor,
+            target_modules=list(targets),
+        )
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
+        use_rslora=config.rank_stabilized,
+        use_dora=config.type == "dora",
         target_modules=list(targets),
     )
 
@@ -28,17 +75,48 @@ def lora_config(config: AdapterConfig, targets: tuple[str, ...]) -> LoraConfig:
 def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int:
     """Put a fresh adapter into `transformer`; only its parameters are trainable, and they are fp32.
 
-    Returns how many modules were adapted.
+    What an earlier injection left, a failed one too, is taken out before. Returns how many modules were adapted.
+    Raises SourceError when a target matches nothing.
     """
-    inject_adapter_in_model(lora_config(config, TARGETS), transformer)
+    remove(transformer)
+    check_targets(transformer, config.targets)
+    names = dict.fromkeys(name for target in config.targets for name in module_names(target))
+    inject_adapter_in_model(peft_config(config, names), transformer)
     for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    modules = {name.split(".lora_")[0] for name, _ in trainable(transformer)}
-    assert modules, "no module of the transformer is called by one of TARGETS"
-    return len(modules)
+        is_adapter = any(prefix in name for prefix in PARAMETER_PREFIXES)
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:  # PEFT gives them the dtype of the layer they adapt
+            parameter.data = parameter.data.float()
+    return sum(isinstance(module, BaseTunerLayer) for module in transformer.modules())
 
 
-def trainable(transformer: AceStepTransformer1DModel) -> list[tuple[str, Parameter]]:
+def remove(transformer: nn.Module) -> None:
+    """Take all adapter layers out again; the transformer's own weights are untouched."""
+    layers = [(name, module) for name, module in transformer.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, layer in layers:
+        parent, _, own = name.rpartition(".")
+        setattr(transformer.get_submodule(parent), own, layer.get_base_layer())
+    if hasattr(transformer, "peft_config"):
+        del transformer.peft_config
+
+
+def unwrap(module: nn.Module) -> AceStepTransformer1DModel:
+    """The bare transformer in any nest of Fabric, torch.compile, DistributedDataParallel and PEFT wrappers."""
+    while not isinstance(module, AceStepTransformer1DModel):
+        inner = next(
+            (
+                found
+                for name in ("_orig_mod", "module", "base_model", "model")
+                if isinstance(found := getattr(module, name, None), nn.Module)
+            ),
+            None,
+        )
+        assert inner is not None, f"there is no transformer in a {type(module).__name__}"
+        module = inner
+    return module
+
+
+def trainable(transformer: nn.Module) -> list[tuple[str, Parameter]]:
     """The adapter's parameters by name."""
     return [(name, parameter) for name, parameter in transformer.named_parameters() if parameter.requires_grad]
 
@@ -51,12 +129,33 @@ def tensors(transformer: AceStepTransformer1DModel) -> dict[str, Tensor]:
 
 def saved_name(parameter_name: str) -> str:
     """What the parameter that `trainable` calls so is called in the file."""
-    return PEFT_PREFIX + to_original(parameter_name).replace(".default.", ".")
+    name = PEFT_PREFIX + to_original(parameter_name)
+    return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector").replace(".default", "")
+
+
+def load(transformer: AceStepTransformer1DModel, folder: Path) -> tuple[int, int]:
+    """Set the injected adapter to the tensors in `folder`; how many they are, and how many of them were cast to fp32.
+
+    Raises SourceError unless every tensor is matched by name and shape.
+    """
+    parameters = {saved_name(name): parameter for name, parameter in trainable(transformer)}
+    expected = {name: parameter.shape for name, parameter in parameters.items()}
+    found = matching.read(folder / ADAPTER_FILES[1], expected)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(found[name])
+    return len(found), sum(tensor.dtype != torch.float32 for tensor in found.values())
+
+
+def idle_rank(transformer: nn.Module) -> int:
+    """In how many LoKr layers both factors are whole matrices, so that the rank changes nothing but the scale."""
+    layers = [module for module in transformer.modules() if isinstance(module, LoKrLayer)]
+    return sum(len(layer.lokr_w1) > 0 and len(layer.lokr_w2) > 0 for layer in layers)
 
 
 def save_config(config: AdapterConfig, folder: Path) -> None:
     """Write `adapter_config.json` with the module names of the original model."""
-    targets = tuple(to_original(f".{name}.").strip(".") for name in TARGETS)
-    described = lora_config(config, targets)
+    names = dict.fromkeys(name for target in config.targets for name in module_names(target))
+    described = peft_config(config, (to_original(f".{name}.").strip(".") for name in names))
     described.inference_mode = True
     described.save_pretrained(str(folder))

@@ -1,35 +1,39 @@
-"""Writing checkpoints: beside their final name, checked, flushed to disk, then renamed into place.
+"""Checkpoints: written beside their final name, checked, flushed to disk, then renamed into place; and read back.
 
-A folder that has its final name is complete, whatever killed the process or the power.
+A folder that has its final name is complete, whatever killed the process or the power. It holds an adapter that loads
+elsewhere, and what an exact resume needs besides; no pickle.
 """
 
-import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from diffusers import AceStepTransformer1DModel
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from trainer_core import adapter
-from trainer_core.config import AdapterConfig
+from trainer_core import adapter, matching
 from trainer_core.events import Checkpoint
-from trainer_core.run_dir import ADAPTER_FILES, RunDir
-from trainer_core.sources import shorten
+from trainer_core.origin import ADAPTER_FILES, STATE_FILES, OptimizerState, TrainingState
+from trainer_core.run_dir import RunDir
+from trainer_core.sources import SourceError, shorten
 
 
 class CheckpointError(RuntimeError):
     """What was written is not what was trained."""
 
 
-def save(
-    run: RunDir, transformer: AceStepTransformer1DModel, config: AdapterConfig, step: int, epoch: int
-) -> Checkpoint:
-    """Write the adapter after update `step`; the returned event counts what is in the written file.
+def save(run: RunDir, module: nn.Module, state: TrainingState, optimizer_tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """Write the adapter in `module`, whatever wraps it, and the run's state; the event counts what is in the file.
 
     Raises CheckpointError or OSError and leaves no folder under the final name.
     """
-    name = f"step-{step:06d}"
+    transformer = adapter.unwrap(module)
+    name = f"step-{state.step:06d}"
     final, partial = run.checkpoints / name, run.checkpoints / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     run.checkpoints.mkdir(exist_ok=True)  # not its parents: a deleted run is not made again
@@ -37,10 +41,13 @@ def save(
 
     weights = partial / ADAPTER_FILES[1]
     save_file(adapter.tensors(transformer), weights, metadata={"format": "pt"})
-    adapter.save_config(config, partial)
-    (partial / "state.json").write_text(json.dumps({"step": step, "epoch": epoch}), encoding="utf-8")
+    adapter.save_config(state.config.adapter, partial)
+    save_file(dict(optimizer_tensors), partial / STATE_FILES[0])
+    (partial / STATE_FILES[1]).write_text(state.model_dump_json(), encoding="utf-8")
 
-    tensors = _check(weights, transformer)
+    trained = {adapter.saved_name(name): parameter for name, parameter in adapter.trainable(transformer)}
+    _check(weights, trained)
+    _check(partial / STATE_FILES[0], optimizer_tensors)
     size = weights.stat().st_size
     for file in partial.iterdir():
         _flush(file)
@@ -48,20 +55,74 @@ def save(
     partial.rename(final)
     _flush(run.checkpoints)
     _flush(run.path)
-    return Checkpoint(name=name, step=step, epoch=epoch, bytes=size, tensors=tensors)
+    return Checkpoint(name=name, step=state.step, epoch=state.epoch, bytes=size, tensors=len(trained))
 
 
-def _check(weights: Path, transformer: AceStepTransformer1DModel) -> int:
-    """How many tensors the file holds; CheckpointError unless they are those that were trained, bit for bit."""
-    trained = {adapter.saved_name(name): parameter.detach().cpu() for name, parameter in adapter.trainable(transformer)}
-    written = load_file(weights)
-    lacking = [name for name, tensor in trained.items() if name not in written or not tensor.equal(written[name])]
-    if lacking or len(written) != len(trained):
+def optimizer_state(
+    optimizer: Optimizer, transformer: AceStepTransformer1DModel, kind: str
+) -> tuple[OptimizerState, dict[str, Tensor]]:
+    """The state of `optimizer` over the adapter's parameters, and its tensors on the CPU as `<parameter>/<key>`."""
+    names = [adapter.saved_name(name) for name, _ in adapter.trainable(transformer)]
+    state = optimizer.state_dict()
+    (group,) = state["param_groups"]
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, float]] = {}
+    for index, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[index]}/{key}"] = value.detach().cpu().contiguous()
+            else:
+                numbers.setdefault(names[index], {})[key] = value
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    shared = {key: value for key, value in group.items() if key != "params"}
+    return OptimizerState(kind=kind, group=shared, numbers=numbers, shapes=shapes), tensors
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, transformer: AceStepTransformer1DModel, checkpoint: Path, saved: OptimizerState
+) -> tuple[int, int]:
+    """Continue `optimizer` where a checkpoint left it; how many tensors it has, and how many were cast to fp32.
+
+    Raises SourceError unless the tensors are those that were saved, for the parameters that are trained.
+    """
+    path = checkpoint / STATE_FILES[0]
+    found = matching.read(path, saved.shapes)
+    names = [adapter.saved_name(name) for name, _ in adapter.trainable(transformer)]
+    stateful = {name.rpartition("/")[0] for name in saved.shapes} | set(saved.numbers)
+    if differences := matching.mismatch(dict.fromkeys(names, ()), dict.fromkeys(stateful, ())):
+        raise SourceError(f"The optimizer state in {path} is not that of the parameters to train: {differences}.")
+
+    halves = [name for name, tensor in found.items() if tensor.dtype in (torch.float16, torch.bfloat16)]
+    for name in halves:
+        found[name] = found[name].float()
+    states: dict[int, dict[str, Any]] = {index: dict(saved.numbers.get(name, {})) for index, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
+    for name, tensor in found.items():
+        parameter, _, key = name.rpartition("/")
+        states[indices[parameter]][key] = tensor
+    group = saved.group | {"params": list(range(len(names)))}
+    optimizer.load_state_dict({"state": states, "param_groups": [group]})
+    return len(found), len(halves)
+
+
+def _check(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """CheckpointError unless the file holds the tensors in `expected`, bit for bit."""
+    if bad := [name for name, tensor in expected.items() if not tensor.isfinite().all()]:
         raise CheckpointError(
-            f"{len(written)} tensors were written to {weights}, {len(trained)} were trained; "
+            f"Not saved: {len(bad)} of {len(expected)} tensors hold NaN or infinite values ({shorten(bad)}), so the "
+            "checkpoint would be useless. Earlier ones are unharmed; a lower learning rate may help."
+        )
+    written = load_file(path)
+    lacking = [
+        name
+        for name, tensor in expected.items()
+        if name not in written or not tensor.detach().cpu().equal(written[name])
+    ]
+    if lacking or len(written) != len(expected):
+        raise CheckpointError(
+            f"{len(written)} tensors were written to {path}, {len(expected)} were trained; "
             f"not as trained: {shorten(lacking) or 'none'}."
         )
-    return len(written)
 
 
 def _flush(path: Path) -> None:

@@ -3,28 +3,36 @@
 The form, the JSON API and their error messages are made from these fields; nothing repeats them.
 """
 
-import json
-from typing import Annotated, Any, Literal, get_args, get_origin
+import re
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MaxLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
 
 from trainer_core import sources
-
-
-class ConfigError(ValueError):
-    """A run can't be started as asked. `fields` maps each dotted field name to what is wrong there."""
-
-    def __init__(self, fields: dict[str, str]) -> None:
-        self.fields = {name: sources.plain(message) for name, message in fields.items()}
-        super().__init__("; ".join(f"{name}: {message}" for name, message in self.fields.items()))
 
 
 class Section(BaseModel):
     """A group of fields; a field it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
+
+
+def _words(given: object) -> object:
+    """Names as a form sends them, apart by commas or spaces, as a list."""
+    return [word for word in re.split(r"[,\s]+", given) if word] if isinstance(given, str) else given
+
+
+def _factor(given: int) -> int:
+    if given in (0, 1):
+        raise ValueError(f"{given} is no factor to split by; give 2 or more, or -1 for the most even split.")
+    return given
+
+
+# Fields that mean something only beside these values of another field; the form hides them otherwise.
+LORA_KINDS: dict[str, JsonValue] = {"adapter.type": ["lora", "dora"]}
+LOKR: dict[str, JsonValue] = {"adapter.type": ["lokr"]}
 
 
 class ModelConfig(Section):
@@ -42,6 +50,12 @@ class ModelConfig(Section):
         description="Decides how timesteps are drawn and whether conditions are dropped. auto reads the model's "
         "own config.",
     )
+    base_dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        title="Base weights",
+        description="bf16 halves the memory of the frozen base model and goes with bf16-mixed precision, which "
+        "computes with bf16 weights anyway. auto keeps fp32.",
+    )
 
 
 class DatasetConfig(Section):
@@ -53,11 +67,25 @@ class DatasetConfig(Section):
         description="demo (eight short synthetic samples), or a folder of preprocessed .pt tensors made with the "
         "same model variant.",
     )
+    validation_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        title="Validation share",
+        description="Share of the samples kept out of training. After each epoch their loss is measured, always with "
+        "the same noise and timesteps, and the checkpoint with the lowest is marked. 0 measures none.",
+    )
 
 
 class AdapterConfig(Section):
     """Adapter"""
 
+    type: Literal["lora", "dora", "lokr"] = Field(
+        "lora",
+        title="Type",
+        description="lora is the most widely supported. dora also learns each output's magnitude: slower, often "
+        "closer. lokr is a Kronecker product: small files.",
+    )
     rank: int = Field(
         16,
         ge=1,
@@ -66,8 +94,39 @@ class AdapterConfig(Section):
         description="Size of the adapter. Higher can learn more and weighs more.",
     )
     alpha: int = Field(32, ge=1, le=4096, title="Alpha", description="Strength. The adapter is scaled by alpha / rank.")
+    rank_stabilized: bool = Field(
+        False,
+        title="Rank-stabilised scaling",
+        description="Scale by alpha / √rank instead of alpha / rank, so that high ranks learn as fast as low ones.",
+        json_schema_extra={"only": LORA_KINDS},
+    )
+    decompose_factor: Annotated[int, AfterValidator(_factor)] = Field(
+        8,
+        ge=-1,
+        le=4096,
+        title="Kronecker factor",
+        description="Each weight change is a Kronecker product of a matrix of about this size and a larger one, which "
+        "has the rank. Smaller gives larger files. -1 splits most evenly; then high ranks have no effect.",
+        json_schema_extra={"only": LOKR},
+    )
+    decompose_both: bool = Field(
+        False,
+        title="Rank in both matrices",
+        description="Give the smaller Kronecker matrix the rank too, where it is larger than that.",
+        json_schema_extra={"only": LOKR},
+    )
     dropout: float = Field(
-        0.0, ge=0, le=0.9, title="Dropout", description="Share of adapter inputs zeroed while training."
+        0.0,
+        ge=0,
+        le=0.9,
+        title="Dropout",
+        description="Share of adapter inputs zeroed while training; with lokr, of the rows of its weight change.",
+    )
+    targets: Annotated[tuple[str, ...], BeforeValidator(_words), Field(min_length=1, max_length=1000)] = Field(
+        ("self_attention", "cross_attention"),
+        title="Targets",
+        description="What is adapted: self_attention, cross_attention, mlp, and names of modules as ACE-Step calls "
+        "them, such as layers.0.mlp.up_proj or q_proj for all of that name.",
     )
 
 
@@ -91,23 +150,68 @@ class TrainingConfig(Section):
         description="Batches gathered into one step. The last step of an epoch takes what is left.",
         json_schema_extra={"unit": "batches"},
     )
+    optimizer: Literal["adamw", "adafactor", "prodigy", "adamw8bit"] = Field(
+        "adamw",
+        title="Optimizer",
+        description="adamw suits most. adafactor keeps less state. prodigy (package prodigyopt) finds its own rate: "
+        "set the learning rate to 1. adamw8bit (package bitsandbytes, cuda only) keeps its state in 8 bits.",
+    )
     learning_rate: float = Field(
         3e-4, gt=0, le=1, title="Learning rate", description="The peak, reached after warm-up."
+    )
+    scheduler: Literal["cosine", "cosine_with_restarts", "linear", "constant"] = Field(
+        "cosine",
+        title="Schedule",
+        description="How the learning rate goes on after warm-up: down to 1 % of the peak at the last step, along a "
+        "cosine, along several, along a line; or not at all.",
+    )
+    scheduler_cycles: int = Field(
+        3,
+        ge=1,
+        le=1000,
+        title="Cosines",
+        description="How many, each starting at the peak.",
+        json_schema_extra={"only": {"training.scheduler": ["cosine_with_restarts"]}},
     )
     warmup_steps: int = Field(
         20,
         ge=0,
         le=1_000_000,
         title="Warm-up",
-        description="Steps over which the rate rises to its peak; then it falls along a cosine to 1 %. "
-        "In a run that is shorter, a tenth of its steps.",
+        description="Steps over which the rate rises to its peak. In a run that is shorter, a tenth of its steps.",
         json_schema_extra={"unit": "steps"},
     )
     weight_decay: float = Field(
-        0.01, ge=0, le=1, title="Weight decay", description="AdamW's pull of the adapter towards zero."
+        0.01, ge=0, le=1, title="Weight decay", description="The optimizer's pull of the adapter towards zero."
     )
     max_grad_norm: float = Field(
         1.0, gt=0, le=1e6, title="Gradient clipping", description="Longer gradients are cut to this norm."
+    )
+    max_consecutive_skips: int = Field(
+        25,
+        ge=1,
+        le=1_000_000,
+        title="Skips before giving up",
+        description="Steps with non-finite gradients are skipped; this many in a row end the run.",
+        json_schema_extra={"unit": "steps"},
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        title="Gradient checkpointing",
+        description="Compute each block again on the way back instead of keeping what it computed: much less memory, "
+        "about a third more time, the same gradients.",
+    )
+    timestep_sampling: Literal["auto", "logit_normal", "turbo_steps"] = Field(
+        "auto",
+        title="Timesteps",
+        description="logit_normal draws as base and sft models were trained, with the model's own mu and sigma; "
+        "turbo_steps draws one of the eight times a turbo model knows. auto follows the variant.",
+    )
+    condition_dropout: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = Field(
+        "auto",
+        title="Condition dropout",
+        description="Share of samples trained without their text, so that guidance works. auto is 0.15 for base and "
+        "sft, 0 for turbo.",
     )
     save_every_epochs: int = Field(
         10,
@@ -135,7 +239,8 @@ class HardwareConfig(Section):
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed"] = Field(
         "auto",
         title="Precision",
-        description="auto is bf16-mixed on a graphics card and 32-true on the CPU. 16-mixed needs cuda.",
+        description="auto is bf16-mixed on a graphics card and 32-true on the CPU, or bf16-mixed there too with base "
+        "weights in bf16. 16-mixed needs cuda.",
     )
 
 
@@ -154,6 +259,20 @@ class RunConfig(Section):
     adapter: AdapterConfig = AdapterConfig()
     training: TrainingConfig = TrainingConfig()
     hardware: HardwareConfig = HardwareConfig()
+    start_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
+        "",
+        title="Start from",
+        description="Empty, or the folder of an adapter to begin with: a checkpoint of Descant or of ACE-Step's "
+        "trainer. Only its weights are taken; the steps count from 1.",
+        json_schema_extra={"section": "Origin"},
+    )
+    resume_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
+        "",
+        title="Resume from",
+        description="Empty, or the folder of a checkpoint of Descant to continue as if it had never stopped, with the "
+        "same settings and maybe more epochs.",
+        json_schema_extra={"section": "Origin"},
+    )
 
 
 def fields() -> dict[str, FieldInfo]:
@@ -169,13 +288,25 @@ def fields() -> dict[str, FieldInfo]:
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
     """The allowed values of a field that offers a choice, else none."""
+    if field.annotation is bool:
+        return ("off", "on")
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+
+
+def is_number(field: FieldInfo) -> bool:
+    """Whether the field takes a number, be it beside the word auto."""
+    return field.annotation in (int, float) or get_origin(field.annotation) is Union
 
 
 def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 1 to 1024"."""
     if options := choices(field):
         return "one of " + ", ".join(options)
+    if get_origin(field.annotation) is tuple:
+        return "names, apart by commas"
+    if get_origin(field.annotation) is Union:  # auto, or a number of one's own
+        number, word = get_args(field.annotation)
+        return f"{get_args(word)[0]} or {allowed(FieldInfo.from_annotation(number))}"
     if field.annotation is str:
         longest = next((rule.max_length for rule in field.metadata if isinstance(rule, MaxLen)), None)
         return f"1 to {longest} characters" if longest else "some text"
@@ -189,46 +320,3 @@ def allowed(field: FieldInfo) -> str:
             case Le(le=bound):
                 words += f" to {bound:,.10g}"
     return words
-
-
-def validate(data: dict[str, Any]) -> RunConfig:
-    """The RunConfig that `data` asks for, its folders looked at too. Raises ConfigError with every problem at once."""
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError({"config": "Some text holds half a character (a lone surrogate). Type it again."}) from error
-    problems: dict[str, str] = {}
-    try:
-        config = RunConfig.model_validate(data)
-    except ValidationError as error:
-        problems = _problems(error)
-    for section, check in (("model", sources.check_model), ("dataset", sources.check_dataset)):
-        given = data.get(section)
-        source = given.get("source", sources.DEMO) if isinstance(given, dict) else sources.DEMO
-        if isinstance(source, str) and not any(name in problems for name in (section, f"{section}.source")):
-            try:
-                check(RunConfig.model_fields[section].annotation(source=source).source)  # type: ignore[misc]
-            except sources.SourceError as error:
-                problems[f"{section}.source"] = str(error)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def _problems(error: ValidationError) -> dict[str, str]:
-    known = fields()
-    problems: dict[str, str] = {}
-    for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            problems[name] = f"There is no such field. Fields are {', '.join(known)}."
-        elif problem["type"] == "value_error":
-            problems[name] = str(problem["ctx"]["error"])
-        elif name in known:
-            given = problem["input"]
-            problems[name] = (
-                f"{'Nothing' if given == '' else repr(given)} was given; this takes {allowed(known[name])}."
-            )
-        else:
-            problems[name or "config"] = "This takes a group of fields (a JSON object)."
-    return problems

@@ -1,14 +1,16 @@
 """Training samples from preprocessed tensors (formats.md, section 2), every one checked before training starts."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from trainer_core import demo, sources
+from trainer_core.model import Variant
 from trainer_core.sources import DEMO, SourceError
 
 LATENT_CHANNELS = 64
@@ -26,6 +28,15 @@ class Sample:
     """[T, 128]: source latents, then the chunk mask."""
     encoder_hidden_states: Tensor
     """[L, D], the condition without its padding."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by the file's names."""
+        return {
+            "target_latents": self.target_latents,
+            "context_latents": self.context_latents,
+            "encoder_hidden_states": self.encoder_hidden_states,
+        }
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,6 +64,23 @@ def load(source: str) -> list[Sample]:
             f"{f' And {len(problems) - 10} more.' if len(problems) > 10 else ''} Make them again or move them away."
         )
     return loaded
+
+
+def check_variant(source: str, variant: str) -> None:
+    """Raise SourceError if the folder's `preprocess_meta.json` names another model variant than `variant`.
+
+    Conditions made by one variant's encoder mean nothing to another. A name that says none of the three is let pass.
+    """
+    path = Path(source) / "preprocess_meta.json"
+    if source == DEMO or not path.exists():
+        return
+    recorded = str(sources.read_json(path).get("model_variant", ""))
+    named = [known for known in get_args(Variant) if known in re.split(r"[^a-z]+", recorded.lower())]
+    if named and variant not in named:
+        raise SourceError(
+            f"{path} says these samples were made with the {sources.plain(recorded, 100)} model, this model is "
+            f"{variant}. Use the model they were made with, or make them again with this one."
+        )
 
 
 def read_tensors(path: Path) -> dict[str, Any]:

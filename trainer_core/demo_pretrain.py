@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Generator, Tensor
 
 from trainer_core import objective
+from trainer_core.config import TrainingConfig
 from trainer_core.demo import BASE_SOUNDS, WIDTH, condition, context, latents
 from trainer_core.model import DIT_PREFIX, NULL_CONDITION, LoadedModel, build, to_original
 from trainer_core.sources import DEMO_MODEL
@@ -43,6 +44,7 @@ def pretrain(steps: int) -> dict[str, Tensor]:
     transformer = build(CONFIG)
     null_condition = torch.randn(1, 1, WIDTH, generator=generator)
     model = LoadedModel(transformer, "base", CONFIG["timestep_mu"], CONFIG["timestep_sigma"], null_condition)
+    goal = objective.make_objective(model, TrainingConfig())
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     for step in range(steps):
@@ -50,9 +52,9 @@ def pretrain(steps: int) -> dict[str, Tensor]:
         sounds = [BASE_SOUNDS[int(torch.randint(len(BASE_SOUNDS), (), generator=generator))] for _ in range(count)]
         x = torch.stack([latents(sound, frames, generator) for sound in sounds])
         words = torch.stack([condition(sound, 12, generator) for sound in sounds])
-        dropped = objective.draw_dropped(model, count, generator)
+        dropped = goal.draw_dropped(count, generator)
         t, noise = (
-            objective.draw_timesteps(model, count, generator),
+            goal.draw_timesteps(count, generator),
             torch.randn(x.shape, generator=generator),
         )
         prediction = transformer(

@@ -35,7 +35,7 @@ class Phase(Event):
     """The run went over to something that takes a while."""
 
     type: Literal["phase"] = "phase"
-    name: Literal["importing", "loading_data", "loading_model", "training", "saving"]
+    name: Literal["importing", "loading_data", "loading_model", "loading_adapter", "training", "saving"]
     message: str
 
 
@@ -46,12 +46,17 @@ class Started(Event):
     device: str
     precision: str
     variant: str
+    base_dtype: str
+    gradient_checkpointing: bool
     samples: int
+    validation_samples: int
     total_epochs: int
     total_steps: int
     first_step: int
+    adapter: str
     trainable_parameters: int
     adapted_modules: int
+    optimizer: str
 
 
 class Step(Event):
@@ -88,6 +93,15 @@ class Epoch(Event):
     updates: int
     skipped: int
     seconds: float
+
+
+class Validation(Event):
+    """The mean loss over the held-out samples after `step`, each time with the same noise and timesteps."""
+
+    type: Literal["validation"] = "validation"
+    step: int
+    epoch: int
+    loss: float | None
 
 
 class Checkpoint(Event):

@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-from trainer_core.run_dir import ADAPTER_FILES
+from trainer_core.origin import ADAPTER_FILES
 
 
 def write_zip(checkpoint: Path, folder: str, target: IO[bytes]) -> int:

@@ -3,10 +3,14 @@
 With latents x, noise e and time t the model sees x_t = t e + (1 - t) x and predicts the velocity e - x.
 """
 
+from dataclasses import dataclass
+from hashlib import blake2b
+
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import mse_loss
 
+from trainer_core.config import TrainingConfig
 from trainer_core.model import LoadedModel, Variant
 
 # The eight times at which a turbo model is sampled (shift 3): it is distilled and knows no others.
@@ -14,21 +18,54 @@ TURBO_TIMESTEPS = (1.0, 0.9545454545454546, 0.9, 0.8333333333333334, 0.75, 0.642
 CONDITION_DROPOUT: dict[Variant, float] = {"base": 0.15, "sft": 0.15, "turbo": 0.0}
 
 
-def draw_timesteps(model: LoadedModel, count: int, generator: Generator) -> Tensor:
-    """`count` times in (0, 1], fp32 on the CPU, drawn as the model's variant was trained.
+@dataclass(frozen=True)
+class Objective:
+    """How timesteps are drawn and how often conditions are dropped."""
 
-    base and sft: the larger of two draws of sigmoid(N(mu, sigma)); turbo: one of TURBO_TIMESTEPS.
+    turbo_steps: bool
+    """Draw one of TURBO_TIMESTEPS; else the larger of two draws of sigmoid(N(mu, sigma))."""
+    mu: float
+    sigma: float
+    condition_dropout: float
+    null_condition: Tensor | None
+    """What takes the place of a dropped condition, [1, 1, D]."""
+
+    def draw_timesteps(self, count: int, generator: Generator) -> Tensor:
+        """`count` times in (0, 1], fp32 on the CPU."""
+        if self.turbo_steps:
+            return torch.tensor(TURBO_TIMESTEPS)[torch.randint(len(TURBO_TIMESTEPS), (count,), generator=generator)]
+        normal = torch.randn(2, count, generator=generator)
+        return torch.sigmoid(self.mu + self.sigma * normal).amax(dim=0)
+
+    def draw_dropped(self, count: int, generator: Generator) -> Tensor:
+        """Which of `count` samples are trained without their condition: booleans on the CPU."""
+        return torch.rand(count, generator=generator) < self.condition_dropout
+
+
+def make_objective(model: LoadedModel, training: TrainingConfig) -> Objective:
+    """The objective the model's variant was trained with, with what `training` overrides.
+
+    Without a null condition in the model nothing is dropped, whatever is asked for.
     """
-    if model.variant == "turbo":
-        return torch.tensor(TURBO_TIMESTEPS)[torch.randint(len(TURBO_TIMESTEPS), (count,), generator=generator)]
-    normal = torch.randn(2, count, generator=generator)
-    return torch.sigmoid(model.timestep_mu + model.timestep_sigma * normal).amax(dim=0)
+    dropout = training.condition_dropout
+    if dropout == "auto":
+        dropout = CONDITION_DROPOUT[model.variant]
+    sampling = training.timestep_sampling
+    return Objective(
+        turbo_steps=model.variant == "turbo" if sampling == "auto" else sampling == "turbo_steps",
+        mu=model.timestep_mu,
+        sigma=model.timestep_sigma,
+        condition_dropout=dropout if model.null_condition is not None else 0.0,
+        null_condition=model.null_condition,
+    )
 
 
-def draw_dropped(model: LoadedModel, count: int, generator: Generator) -> Tensor:
-    """Which of `count` samples are trained without their condition: booleans on the CPU."""
-    dropped = torch.rand(count, generator=generator) < CONDITION_DROPOUT[model.variant]
-    return dropped if model.null_condition is not None else torch.zeros_like(dropped)
+def seed_of(seed: int, *place: str | int) -> int:
+    """The seed of what is drawn at one place of a run with `seed`, such as the noise of one window.
+
+    So a run can be taken up at any window without any generator's state.
+    """
+    return int.from_bytes(blake2b(repr((seed, *place)).encode(), digest_size=7).digest(), "big")
 
 
 def noisy(latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

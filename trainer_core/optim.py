@@ -1,35 +1,86 @@
 """The optimizer and its schedule, both counted in optimizer updates."""
 
+import importlib
 import math
+import sys
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch.nn import Parameter
-from torch.optim import AdamW
+from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_core.config import TrainingConfig
+from trainer_core.precision import HardwareError
 
 FINAL_FACTOR = 0.01
-"""Where the cosine ends, as a share of the peak."""
+"""Where a falling schedule ends, as a share of the peak."""
 
 
-def learning_rate_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """The share of the peak learning rate that update `step` (from 1) uses.
+def learning_rate_factor(step: int, training: TrainingConfig, warmup_steps: int, total_steps: int) -> float:
+    """The share of the peak learning rate that update `step` (from 1) uses; never zero.
 
-    A straight line to the peak at `warmup_steps` (at the first update without warm-up), then half a cosine to
-    FINAL_FACTOR at `total_steps`.
+    A straight line to the peak at `warmup_steps` (at the first update without warm-up), then as `training.scheduler`
+    says, to FINAL_FACTOR at `total_steps`. A function of the step alone, so that a resumed run needs no state, and a
+    longer one is planned again by another total. (The schedules of diffusers and torch waste the first update or the
+    last on a rate of zero.)
     """
     peak = max(1, warmup_steps)
     if step <= peak:
         return step / peak
-    return FINAL_FACTOR + (1 - FINAL_FACTOR) * (1 + math.cos(math.pi * (step - peak) / max(1, total_steps - peak))) / 2
+    progress = min(1.0, (step - peak) / max(1, total_steps - peak))
+    match training.scheduler:
+        case "constant":
+            return 1.0
+        case "linear":
+            left = 1 - progress
+        case "cosine":
+            left = (1 + math.cos(math.pi * progress)) / 2
+        case "cosine_with_restarts":
+            within = progress * training.scheduler_cycles % 1 if progress < 1 else 1.0
+            left = (1 + math.cos(math.pi * within)) / 2
+    return FINAL_FACTOR + (1 - FINAL_FACTOR) * left
 
 
-def make_optimizer(parameters: Iterable[Parameter], config: TrainingConfig) -> AdamW:
-    """AdamW with the configured peak learning rate."""
-    return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+def make_optimizer(parameters: Iterable[Parameter], training: TrainingConfig, device: torch.device) -> Optimizer:
+    """The configured optimizer at the peak learning rate.
+
+    Raises HardwareError where its package is missing or it does not work on `device`.
+    """
+    options: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    match training.optimizer:
+        case "adamw":
+            return AdamW(parameters, fused=True, **options)
+        case "adafactor":
+            # A floor of 1 under the parameters' size makes the learning rate mean what it means to AdamW: with the
+            # usual 0.001 a LoRA's B, which begins at zero, would hardly move.
+            return Adafactor(parameters, eps=(None, 1.0), **options)
+        case "prodigy":
+            prodigy = _package("prodigyopt").Prodigy
+            return prodigy(parameters, safeguard_warmup=True, use_bias_correction=True, **options)  # type: ignore[no-any-return]
+        case "adamw8bit":
+            if device.type != "cuda":
+                raise HardwareError(f"Optimizer adamw8bit works on cuda only, this run is on {device.type}. Use adamw.")
+            return _package("bitsandbytes").optim.AdamW8bit(parameters, **options)  # type: ignore[no-any-return]
 
 
-def make_scheduler(optimizer: AdamW, warmup_steps: int, total_steps: int) -> LambdaLR:
-    """Warm-up and cosine. Call `step()` once after each optimizer update."""
-    return LambdaLR(optimizer, lambda done: learning_rate_factor(done + 1, warmup_steps, total_steps))
+def make_scheduler(
+    optimizer: Optimizer, training: TrainingConfig, warmup_steps: int, total_steps: int, done: int = 0
+) -> LambdaLR:
+    """The schedule after `done` updates. Call `step()` once after each optimizer update."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = training.learning_rate
+    return LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step + 1, training, warmup_steps, total_steps), last_epoch=done - 1
+    )
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise HardwareError(
+            f"The package {name} is not installed. Install it with {sys.executable} -m pip install {name}, or choose "
+            "another optimizer."
+        ) from error

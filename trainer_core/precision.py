@@ -23,7 +23,7 @@ WORKING: dict[Device, tuple[str, ...]] = {
     "xpu": ("bf16-mixed", "32-true"),
     "cpu": ("32-true", "bf16-mixed"),
 }
-"""The precisions that work on each device; `auto` takes the first."""
+"""The precisions that each kind of device can have."""
 
 
 class HardwareError(ValueError):
@@ -87,16 +87,31 @@ def available() -> list[Device]:
     return [*found, "cpu"]
 
 
-def choose(hardware: HardwareConfig) -> tuple[Device, str]:
-    """The device and precision to train with. Raises HardwareError naming what works instead."""
+def works(device: Device) -> tuple[str, ...]:
+    """The precisions that work on this machine's `device`; `auto` takes the first."""
+    if device == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):  # bfloat16 came with macOS 14
+        return tuple(precision for precision in WORKING[device] if precision != "bf16-mixed")
+    return WORKING[device]
+
+
+def choose(hardware: HardwareConfig, base_dtype: str = "auto") -> tuple[Device, str]:
+    """The device and precision to train with. Raises HardwareError naming what works instead.
+
+    Base weights in bf16 can only be computed with under bf16-mixed, so `auto` is that with them.
+    """
     devices = available()
     device = devices[0] if hardware.device == "auto" else hardware.device
     if device not in devices:
         raise HardwareError(f"This machine has no {device} device that PyTorch can use. It has {', '.join(devices)}.")
-    precision = WORKING[device][0] if hardware.precision == "auto" else hardware.precision
-    if precision not in WORKING[device]:
+    precision: str = hardware.precision
+    if precision == "auto":
+        precision = "bf16-mixed" if base_dtype == "bf16" else works(device)[0]
+    if precision not in works(device):
+        why = " before macOS 14" if device == "mps" and precision == "bf16-mixed" else ""
+        with_base = " Base weights in bf16 need it: choose fp32 for them." if base_dtype == "bf16" else ""
         raise HardwareError(
-            f"Precision {precision} does not work on {device}. Choose {' or '.join(WORKING[device])}, or auto."
+            f"Precision {precision} does not work on {device}{why}. Choose {' or '.join(works(device))}, or auto."
+            f"{with_base}"
         )
     return device, precision
 

@@ -11,7 +11,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from trainer_core.config import RunConfig
 from trainer_core.events import parse_line
+from trainer_core.origin import ADAPTER_FILES, STATE_FILES
 from trainer_core.sources import plain
 
 Status = Literal["queued", "starting", "running", "stopping", "completed", "stopped", "aborted", "failed", "crashed"]
@@ -39,7 +40,6 @@ LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
 # One folder's name, also as file managers name a copy: "20261130-084701-my-adapter (copy)".
 RUN_ID = re.compile(r"\w[\w .()+-]{0,199}")
 CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 # Looks of this process come one after the other, and none while a folder is being deleted.
 _looking = threading.Lock()
@@ -53,6 +53,11 @@ class CheckpointInfo:
     step: int
     epoch: int
     bytes: int
+    validation_loss: float | None
+    resumable: bool
+    """Whether it holds what an exact resume needs."""
+    best: bool = False
+    """Whether its validation loss is the lowest of the run's checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,10 @@ class RunSummary:
     exit_status: int | None
     log_tail: list[str]
     checkpoints: list[CheckpointInfo]
+    resume_from: str | None
+    """The checkpoint this run continues exactly."""
+    start_from: str | None
+    """The adapter whose weights it began with."""
 
 
 class RunDir:
@@ -137,14 +146,15 @@ class RunDir:
         status, window = self._look()
         last = {event["type"]: event for event in window}
         step, started = last.get("step", {}), last.get("started", {})
+        settings = self.settings()
         ended_badly = status in ("crashed", "failed")
         return RunSummary(
             id=self.id,
-            name=plain(str(self.settings().get("name", self.id))),
+            name=plain(str(settings.get("name", self.id))),
             status=status,
             active=status in ACTIVE,
             created=self.created,
-            step=step.get("step", 0),
+            step=step.get("step", started.get("first_step", 1) - 1),
             total_steps=started.get("total_steps"),
             epoch=step.get("epoch", 0),
             total_epochs=started.get("total_epochs"),
@@ -153,6 +163,8 @@ class RunDir:
             exit_status=self._exit_status() if ended_badly else None,
             log_tail=self.log_tail() if ended_badly else [],
             checkpoints=self.list_checkpoints(),
+            resume_from=str(settings.get("resume_from") or "") or None,
+            start_from=str(settings.get("start_from") or "") or None,
         )
 
     @property
@@ -198,7 +210,10 @@ class RunDir:
                 RecursionError,
             ):  # deleted this moment, or damaged by hand
                 continue
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        measured = [checkpoint for checkpoint in found if checkpoint.validation_loss is not None]
+        best = min(measured, key=lambda checkpoint: (checkpoint.validation_loss, checkpoint.step), default=None)
+        marked = [replace(checkpoint, best=True) if checkpoint is best else checkpoint for checkpoint in found]
+        return sorted(marked, key=lambda checkpoint: checkpoint.step)
 
     def find_checkpoint(self, name: str) -> Path | None:
         """The folder of the complete checkpoint `name`, or None. Nothing outside the run is ever returned."""
@@ -278,7 +293,12 @@ def _checkpoint_info(folder: Path, changed: int) -> CheckpointInfo:
     """What a checkpoint's files tell. A complete one never changes, so a night's worth is read once."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return CheckpointInfo(
-        folder.name, int(state["step"]), int(state["epoch"]), (folder / ADAPTER_FILES[1]).stat().st_size
+        name=folder.name,
+        step=int(state["step"]),
+        epoch=int(state["epoch"]),
+        bytes=(folder / ADAPTER_FILES[1]).stat().st_size,
+        validation_loss=state.get("validation_loss"),
+        resumable=(folder / STATE_FILES[0]).is_file(),
     )
 
 

@@ -59,6 +59,11 @@ def absolute_folder(source: str) -> str:
         raise ValueError(f"{source} names a person this machine does not know; give the whole path.") from error
 
 
+def absolute_if_given(source: str) -> str:
+    """`source` made absolute; nothing stays nothing."""
+    return absolute_folder(source) if source else source
+
+
 def check_model(source: str) -> None:
     """Raise SourceError if `source` plainly can't be a model. A hub id is looked up only by the trainer."""
     if not is_hub_id(source):

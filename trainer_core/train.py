@@ -1,6 +1,7 @@
 """The training run, top to bottom in one function: setup, loop, finish.
 
-Covers: accumulation over short last windows, the guard against non-finite gradients, stop requests, checkpoints.
+Covers: accumulation over short last windows, the guard against non-finite gradients, validation, stop requests,
+checkpoints, and going on from one.
 A step is one optimizer update over a window of `batch_size * gradient_accumulation` samples; the last window of an
 epoch is as long as what is left. Each sample's loss is divided by its own window's length, so that losses and
 gradients are plain means whatever the batch size and accumulation.
@@ -10,21 +11,27 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
+from trainer_core import adapter, checkpoint, dataset, model, objective, optim, origin, precision
 from trainer_core.config import RunConfig
 from trainer_core.dataset import Sample
-from trainer_core.events import Epoch, Event, Finished, Phase, Skipped, Started, Step, Warning
-from trainer_core.model import LoadedModel
+from trainer_core.events import Epoch, Event, Finished, Phase, Skipped, Started, Step, Validation, Warning
+from trainer_core.fingerprint import fingerprint
+from trainer_core.objective import Objective, seed_of
+from trainer_core.origin import TrainingState
 from trainer_core.run_dir import RunDir
-from trainer_core.sources import shorten
+from trainer_core.sources import SourceError, shorten
 
-MIN_SKIPS_TO_ABORT, MAX_CONSECUTIVE_SKIPS = 3, 25
+MIN_SKIPS_TO_ABORT = 3
+VALIDATION_DRAWS = 4
+"""How many times each held-out sample is measured, each with its own noise and time: one time says little of all."""
 
 
 def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Finished:
@@ -34,23 +41,38 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     """
     # Setup
     training = config.training
-    device, number_format = precision.choose(config.hardware)
+    device, number_format = precision.choose(config.hardware, config.model.base_dtype)
     fabric = precision.make_fabric(device, number_format)
-    fabric.seed_everything(training.seed, verbose=False)
-    generator = Generator().manual_seed(training.seed)  # on the CPU, so that all devices draw the same
+    resumed = origin.read_state(Path(config.resume_from)) if config.resume_from else None
 
     emit(Phase(name="loading_data", message="Reading and checking the data set"))
-    samples = dataset.load(config.dataset.source)
+    samples, held_out = split(dataset.load(config.dataset.source), config.dataset.validation_fraction, training.seed)
+    dataset_name = fingerprint((f"{s.name} {key}", tensor) for s in samples for key, tensor in s.tensors.items())
     emit(Phase(name="loading_model", message="Loading the base model"))
-    base = model.load(config.model.source, config.model.variant)
-    dataset.check_width(samples, base.condition_width)
-    if base.null_condition is None and objective.CONDITION_DROPOUT[base.variant]:
+    base = model.load(config.model.source, config.model.variant, config.model.base_dtype)
+    base_name = fingerprint(base.transformer.state_dict().items())
+    dataset.check_width([*samples, *held_out], base.condition_width)
+    dataset.check_variant(config.dataset.source, base.variant)
+    goal = objective.make_objective(base, training)
+    if base.null_condition is None and training.condition_dropout != 0 and base.variant != "turbo":
         emit(Warning(message="This model folder has no null_condition_emb: training without condition dropout."))
 
     transformer = base.transformer
+    fabric.seed_everything(training.seed, verbose=False)
     adapted_modules = adapter.inject(transformer, config.adapter)
+    if config.adapter.type == "lokr" and (whole := adapter.idle_rank(transformer)):
+        emit(
+            Warning(
+                message=f"Rank {config.adapter.rank} has no effect in {whole} of {adapted_modules} modules: with a "
+                f"Kronecker factor of {config.adapter.decompose_factor} both matrices are whole there. Lower the rank, "
+                "or set another factor (8 suits most)."
+            )
+        )
+    if training.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
     trained = dict(adapter.trainable(transformer))
-    parameters = list(trained.values())
+    assert all(parameter.dtype == torch.float32 for parameter in trained.values())
+
     window = training.batch_size * training.gradient_accumulation
     total_steps = training.epochs * math.ceil(len(samples) / window)
     warmup_steps = training.warmup_steps
@@ -62,66 +84,190 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 f"warming up for {warmup_steps} instead."
             )
         )
-    optimizer = optim.make_optimizer(parameters, training)
-    scheduler = optim.make_scheduler(optimizer, warmup_steps, total_steps)
+    if training.optimizer == "prodigy" and training.learning_rate < 0.1:
+        emit(
+            Warning(
+                message=f"Prodigy multiplies the rate it finds by the learning rate; at {training.learning_rate:g} it "
+                "will hardly move. 1 is usual."
+            )
+        )
+    optimizer = optim.make_optimizer(trained.values(), training, fabric.device)
     module, stepper = fabric.setup(transformer, optimizer)
     module.train()
+    trained = dict(adapter.trainable(transformer))
+    parameters = list(trained.values())
+    assert all(parameter.dtype == torch.float32 for parameter in parameters)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
+
+    step = saved_step = consecutive_skips = epoch = 0
+    first_epoch = 1
+    position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
+    validation_loss: float | None = None
+    if config.start_from:
+        folder = origin.find_adapter(Path(config.start_from))
+        matched, cast = adapter.load(transformer, folder)
+        emit(
+            Phase(
+                name="loading_adapter",
+                message=f"Warm start with the weights of {folder}: {matched} of {len(trained)} tensors matched. "
+                "Optimizer, schedule and steps begin anew.",
+            )
+        )
+    if resumed is not None:
+        folder = Path(config.resume_from)
+        if resumed.base_model != base_name:
+            raise SourceError(
+                f"The base model in {config.model.source} is not the one that {folder} was trained on: its weights "
+                "differ. Give that model, or give the checkpoint under Start from."
+            )
+        if resumed.dataset != dataset_name:
+            raise SourceError(
+                f"The data set in {config.dataset.source} is not the one that {folder} was trained on: {len(samples)} "
+                f"samples now, {resumed.samples} then, or other contents. Give that data set, or give the checkpoint "
+                "under Start from."
+            )
+        matched, cast = adapter.load(transformer, folder)
+        states, cast_states = checkpoint.load_optimizer_state(optimizer, transformer, folder, resumed.optimizer)
+        if scaler is not None and resumed.scaler:
+            scaler.load_state_dict(resumed.scaler)
+        step = saved_step = resumed.step
+        first_epoch = resumed.epochs_done + 1
+        consecutive_skips = resumed.consecutive_skips
+        if resumed.position < resumed.samples:
+            position, loss_sum, loss_samples = resumed.position, resumed.loss_sum, resumed.loss_samples
+            updates, skipped = resumed.updates, resumed.skipped
+        emit(
+            Phase(
+                name="loading_adapter",
+                message=f"Resuming after step {step} of {folder}: {matched} of {len(trained)} tensors of the adapter "
+                f"and {states} of {len(resumed.optimizer.shapes)} of the optimizer matched",
+            )
+        )
+        if cast_states:
+            emit(Warning(message=f"{cast_states} of {states} optimizer tensors were in half precision; cast to fp32."))
+        if (resumed.device, resumed.precision) != (device, number_format):
+            emit(
+                Warning(
+                    message=f"The run was on {resumed.device} with {resumed.precision} and continues on {device} with "
+                    f"{number_format}: rightly, but not bit for bit as it would have there."
+                )
+            )
+    if (config.start_from or resumed) and cast:
+        emit(Warning(message=f"{cast} of {matched} adapter tensors were in half precision; cast to fp32."))
+    scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
+
     emit(
         Started(
             device=str(fabric.device),
             precision=number_format,
             variant=base.variant,
+            base_dtype="bf16" if config.model.base_dtype == "bf16" else "fp32",
+            gradient_checkpointing=transformer.is_gradient_checkpointing,
             samples=len(samples),
+            validation_samples=len(held_out),
             total_epochs=training.epochs,
             total_steps=total_steps,
-            first_step=1,
+            first_step=step + 1,
+            adapter=config.adapter.type,
             trainable_parameters=sum(parameter.numel() for parameter in parameters),
             adapted_modules=adapted_modules,
+            optimizer=training.optimizer,
         )
     )
     emit(Phase(name="training", message=f"Training on {fabric.device}"))
 
-    step = saved_step = consecutive_skips = epoch = 0
+    def predict(batch: dict[str, Tensor]) -> Tensor:
+        """The velocities the model predicts for a drawn batch, [B, T, 64]."""
+        hidden_states = objective.noisy(batch["latents"], batch["noise"], batch["timesteps"])
+        if training.gradient_checkpointing:  # a block that is checkpointed needs an input with a gradient
+            hidden_states.requires_grad_(torch.is_grad_enabled())
+        prediction: Tensor = module(
+            hidden_states=hidden_states,
+            timestep=batch["timesteps"],
+            timestep_r=batch["timesteps"],
+            encoder_hidden_states=batch["condition"],
+            context_latents=batch["context"],
+            return_dict=False,
+        )[0]
+        return prediction
+
+    def validate() -> float | None:
+        """The mean loss over the held-out samples; None when a stop was asked for meanwhile."""
+        module.eval()
+        generator = Generator().manual_seed(seed_of(training.seed, "validation"))
+        without_dropout = replace(goal, condition_dropout=0.0)
+        losses: list[Tensor] = []
+        with torch.no_grad():
+            for sample in held_out * VALIDATION_DRAWS:
+                if run.stop.exists():
+                    break
+                for batch in draw_batches([sample], without_dropout, generator):
+                    batch = fabric.to_device(batch)
+                    losses.append(objective.sample_losses(predict(batch), batch["latents"], batch["noise"]))
+        module.train()
+        return torch.cat(losses).mean().item() if len(losses) == len(held_out) * VALIDATION_DRAWS else None
 
     def save() -> None:
         nonlocal saved_step
         emit(Phase(name="saving", message=f"Writing the checkpoint of step {step}"))
-        emit(checkpoint.save(run, transformer, config.adapter, step, epoch))
+        optimizer_state, optimizer_tensors = checkpoint.optimizer_state(optimizer, transformer, training.optimizer)
+        state = TrainingState(
+            step=step,
+            epoch=epoch,
+            position=position,
+            samples=len(samples),
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+            updates=updates,
+            skipped=skipped,
+            consecutive_skips=consecutive_skips,
+            validation_loss=validation_loss if position == len(samples) else None,
+            device=device,
+            precision=number_format,
+            base_model=base_name,
+            dataset=dataset_name,
+            optimizer=optimizer_state,
+            scaler=scaler.state_dict() if scaler is not None else None,
+            config=config,
+        )
+        emit(checkpoint.save(run, module, state, optimizer_tensors))
         saved_step = step
 
     def finish(reason: Literal["completed", "stopped", "aborted"], message: str) -> Finished:
         return Finished(reason=reason, message=message, step=step, epoch=epoch)
 
+    def abort(message: str) -> Finished:
+        # The bad updates were never made, so what was learned before them is worth keeping, if it is still sound.
+        if step > saved_step and all(parameter.isfinite().all() for parameter in parameters):
+            save()
+        return finish("aborted", message)
+
     # Loop
-    for epoch in range(1, training.epochs + 1):
+    for epoch in range(first_epoch, training.epochs + 1):
+        if epoch > first_epoch:
+            position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
         epoch_began = time.perf_counter()
-        epoch_loss, epoch_samples, updates, skipped = 0.0, 0, 0, 0
-        order = torch.randperm(len(samples), generator=generator).tolist()
-        for start in range(0, len(order), window):
+        order = shuffled(len(samples), seed_of(training.seed, "order", epoch))
+        for start in range(position, len(order), window):
             began = time.perf_counter()
             chosen = [samples[index] for index in order[start : start + window]]
+            generator = Generator().manual_seed(seed_of(training.seed, "noise", epoch, start))
+            torch.manual_seed(seed_of(training.seed, "dropout", epoch, start))
             loss = torch.zeros((), device=fabric.device)
             for first in range(0, len(chosen), training.batch_size):
                 if not run.config.exists():
                     return finish("aborted", "The run's folder was moved or deleted while it was being trained.")
                 if run.stop.exists():
+                    optimizer.zero_grad()
                     if step == 0:
                         return finish("stopped", "Stopped before the first step; there was nothing to save.")
-                    if step > saved_step:
-                        save()
+                    if step == saved_step:
+                        return finish("stopped", f"Stopped after step {step} of {total_steps}, which is saved already.")
+                    save()
                     return finish("stopped", f"Stopped after step {step} of {total_steps}; checkpoint saved.")
-                for batch in draw_batches(chosen[first : first + training.batch_size], base, generator):
+                for batch in draw_batches(chosen[first : first + training.batch_size], goal, generator):
                     batch = fabric.to_device(batch)
-                    prediction = module(
-                        hidden_states=objective.noisy(batch["latents"], batch["noise"], batch["timesteps"]),
-                        timestep=batch["timesteps"],
-                        timestep_r=batch["timesteps"],
-                        encoder_hidden_states=batch["condition"],
-                        context_latents=batch["context"],
-                        return_dict=False,
-                    )[0]
-                    losses = objective.sample_losses(prediction, batch["latents"], batch["noise"])
+                    losses = objective.sample_losses(predict(batch), batch["latents"], batch["noise"])
                     batch_loss = losses.sum() / len(chosen)
                     fabric.backward(batch_loss)
                     loss += batch_loss.detach()
@@ -130,6 +276,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 scaler.unscale_(optimizer)
             total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
             loss_value, grad_norm = torch.stack([loss, total_norm]).tolist()  # the step's one device sync
+            position = start + len(chosen)
             if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
                 bad = [name for name, p in trained.items() if p.grad is not None and not p.grad.isfinite().all()]
                 if scaler is not None:
@@ -147,11 +294,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                         names=[model.to_original(name) for name in bad[:3]],
                     )
                 )
-                if consecutive_skips < MAX_CONSECUTIVE_SKIPS:
+                if consecutive_skips < training.max_consecutive_skips:
                     continue
-                return finish(
-                    "aborted", f"{consecutive_skips} steps in a row {nonfinite_advice(device, number_format)}"
-                )
+                return abort(f"{consecutive_skips} steps in a row {nonfinite_advice(device, number_format)}")
 
             clip_grads_with_norm_(parameters, training.max_grad_norm, total_norm)
             learning_rate = optimizer.param_groups[0]["lr"]
@@ -161,8 +306,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             step += 1
             updates += 1
             consecutive_skips = 0
-            epoch_loss += loss_value * len(chosen)
-            epoch_samples += len(chosen)
+            loss_sum += loss_value * len(chosen)
+            loss_samples += len(chosen)
             emit(
                 Step(
                     step=step,
@@ -178,7 +323,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         emit(
             Epoch(
                 epoch=epoch,
-                loss=epoch_loss / epoch_samples if epoch_samples else None,
+                loss=loss_sum / loss_samples if loss_samples else None,
                 updates=updates,
                 skipped=skipped,
                 seconds=time.perf_counter() - epoch_began,
@@ -186,17 +331,41 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         )
         # A few in a row, since an epoch of one window may just be unlucky, and a scaler is still finding its scale.
         if updates == 0 and consecutive_skips >= MIN_SKIPS_TO_ABORT and scaler is None:
-            return finish("aborted", f"In epoch {epoch} every step {nonfinite_advice(device, number_format)}")
-        if epoch % training.save_every_epochs == 0 and step > saved_step:
+            return abort(f"In epoch {epoch} every step {nonfinite_advice(device, number_format)}")
+        if held_out and updates and (validation_loss := validate()) is not None:
+            emit(Validation(step=step, epoch=epoch, loss=validation_loss))
+        if (epoch % training.save_every_epochs == 0 or epoch == training.epochs) and step > saved_step:
             save()
 
     # Finish
-    if step > saved_step:
-        save()
-    return finish("completed", f"Trained {step} steps in {epoch} epochs on {len(samples)} samples.")
+    since = f", those from {resumed.step + 1} on in this run" if resumed else ""
+    return finish("completed", f"Trained {step} steps in {epoch} epochs on {len(samples)} samples{since}.")
 
 
-def draw_batches(samples: Sequence[Sample], base: LoadedModel, generator: Generator) -> Iterable[dict[str, Tensor]]:
+def split(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """The samples to train on and those held out for validation, at least one of each where there is a `fraction`.
+
+    Raises SourceError for a single sample.
+    """
+    if not fraction:
+        return samples, []
+    if len(samples) < 2:
+        raise SourceError("A data set of one sample has none to hold out. Set the validation share to 0.")
+    count = max(1, round(fraction * len(samples)))
+    chosen = set(shuffled(len(samples), seed_of(seed, "held out"))[:count])
+    return (
+        [sample for index, sample in enumerate(samples) if index not in chosen],
+        [sample for index, sample in enumerate(samples) if index in chosen],
+    )
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """The numbers below `count` in an order of their own for each seed."""
+    order: list[int] = torch.randperm(count, generator=Generator().manual_seed(seed)).tolist()
+    return order
+
+
+def draw_batches(samples: Sequence[Sample], goal: Objective, generator: Generator) -> Iterable[dict[str, Tensor]]:
     """The samples with their noise, times and dropped conditions, stacked into one batch for each shape.
 
     Everything is drawn sample by sample, so a sample gets the same draws whatever it is batched with; and samples
@@ -205,14 +374,14 @@ def draw_batches(samples: Sequence[Sample], base: LoadedModel, generator: Genera
     by_shape: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
     for sample in samples:
         condition = sample.encoder_hidden_states.float()
-        if objective.draw_dropped(base, 1, generator).item():
-            assert base.null_condition is not None
-            condition = base.null_condition[0].expand_as(condition)
+        if goal.draw_dropped(1, generator).item():
+            assert goal.null_condition is not None
+            condition = goal.null_condition[0].expand_as(condition)
         by_shape[sample.shape].append(
             {
                 "latents": sample.target_latents.float(),
                 "noise": torch.randn(sample.target_latents.shape, generator=generator),
-                "timesteps": objective.draw_timesteps(base, 1, generator)[0],
+                "timesteps": goal.draw_timesteps(1, generator)[0],
                 "condition": condition,
                 "context": sample.context_latents.float(),
             }

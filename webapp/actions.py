@@ -1,7 +1,7 @@
-"""What the pages' forms do: start, stop and delete a run, download a checkpoint."""
+"""What the pages' forms do: start, stop, resume and delete a run, download a checkpoint."""
 
 import tempfile
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -10,11 +10,11 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trainer_core import exports
-from trainer_core.config import ConfigError, validate
+from trainer_core.config_checks import ConfigError, validate
 from trainer_core.run_dir import ACTIVE, slug
 from webapp import runs
-from webapp.forms import flatten, from_form
-from webapp.pages import form_page
+from webapp.forms import flatten, from_form, to_values
+from webapp.pages import form_page, resuming
 from webapp.supervisor import RunActive, start_in_background
 
 FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data")
@@ -27,6 +27,22 @@ async def start(request: Request) -> Response:
     async with request.form() as form:
         data = from_form(form.multi_items())
     values = {name: str(value) for name, value in flatten(data).items()}
+    return await _start(request, data, values)
+
+
+async def resume(request: Request) -> Response:
+    """Continue a run as a new one, with its settings, from the checkpoint that is posted or else its newest.
+
+    What stands in the way, such as that all epochs are done, is shown in the form, filled in.
+    """
+    async with request.form() as form:
+        name = form.get("checkpoint")
+    data = resuming(runs.requested(request), name if isinstance(name, str) else None)
+    return await _start(request, data, to_values(data))
+
+
+async def _start(request: Request, data: dict[str, Any], values: dict[str, str]) -> Response:
+    """Start the run that `data` describes, or show the form with `values` and every problem."""
     try:
         config = await run_in_threadpool(validate, data)
     except ConfigError as error:

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from trainer_core.config import ConfigError, validate
+from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
 from webapp import runs
 from webapp.supervisor import RunActive, start_in_background

@@ -22,6 +22,7 @@ def make_app(settings: Settings) -> Starlette:
             Route("/runs/{run_id}", pages.run_page),
             Route("/runs", actions.start, methods=["POST"]),
             Route("/runs/{run_id}/stop", actions.stop, methods=["POST"]),
+            Route("/runs/{run_id}/resume", actions.resume, methods=["POST"]),
             Route("/runs/{run_id}/delete", actions.delete, methods=["POST"]),
             Route("/runs/{run_id}/checkpoints/{name}/download", actions.download),
             WebSocketRoute("/runs/{run_id}/live", live),

@@ -9,7 +9,7 @@ import webbrowser
 from importlib import metadata
 from pathlib import Path
 
-from trainer_core.config import ConfigError, validate
+from trainer_core.config_checks import ConfigError, validate
 from trainer_core.run_dir import RunFolders
 from webapp.settings import Settings, StartError, default_home, listen, prepare_home
 from webapp.supervisor import RunActive

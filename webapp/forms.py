@@ -1,10 +1,11 @@
 """The form of a run: made from the config's fields, and read back into the nested dict the config is made from."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_core.config import RunConfig, Section, allowed, choices, fields
+from trainer_core.config import RunConfig, Section, allowed, choices, fields, is_number
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class FormField:
     kind: str
     choices: tuple[str, ...]
     allowed: str
+    only: str
+    """The values of another field beside which this one means something, as JSON; empty where it always does."""
     value: str
     error: str | None
 
@@ -37,7 +40,7 @@ def form_sections(values: Mapping[str, str], errors: Mapping[str, str] | None = 
         group = name.rpartition(".")[0]
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         options = choices(info)
-        kind = "choice" if options else "text" if info.annotation is str else "number"
+        kind = "choice" if options else "number" if is_number(info) else "text"
         field = FormField(
             name=name,
             label=info.title or name,
@@ -46,10 +49,12 @@ def form_sections(values: Mapping[str, str], errors: Mapping[str, str] | None = 
             kind=kind,
             choices=options,
             allowed=allowed(info),
+            only=json.dumps(extra["only"]) if "only" in extra else "",
             value=values.get(name, ""),
             error=(errors or {}).get(name),
         )
-        sections.setdefault(group, FormSection(_title(group), [])).fields.append(field)
+        title = str(extra.get("section") or _title(group))
+        sections.setdefault(title, FormSection(title, [])).fields.append(field)
     return list(sections.values())
 
 
@@ -57,8 +62,7 @@ def to_values(config: Mapping[str, Any]) -> dict[str, str]:
     """A config's nested dict as the form's values; unset fields get their defaults."""
     given = flatten(config)
     defaults = flatten(RunConfig().model_dump())
-    values = {name: given.get(name, default) for name, default in defaults.items()}
-    return {n: str(value).removesuffix(".0") if isinstance(value, float) else str(value) for n, value in values.items()}
+    return {name: _written(given.get(name, default)) for name, default in defaults.items()}
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +86,15 @@ def from_form(items: Iterable[tuple[str, object]]) -> dict[str, Any]:
         else:
             data[name] = str(value)
     return data
+
+
+def _written(value: Any) -> str:
+    """A setting as it is typed into the form."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _title(group: str) -> str:

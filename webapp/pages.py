@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.templating import Jinja2Templates
 
+from trainer_core.run_dir import RunDir, RunSummary
 from webapp import runs
 from webapp.forms import form_sections, to_values
 
@@ -24,13 +25,25 @@ def runs_page(request: Request) -> Response:
 
 
 def new_run_page(request: Request) -> Response:
-    """The form, with the defaults or with the settings of the run named by `from`."""
-    settings: dict[str, Any] = {}
-    if source := request.query_params.get("from"):
-        if not (run := runs.folders(request).find(source)):
-            raise HTTPException(404, "There is no such run to take settings from. It may have been deleted.")
-        settings = run.settings()
-    return form_page(request, to_values(settings), draft=source is None)
+    """The form: with the defaults, the settings of the run `from`, or those that continue the run `resume`."""
+    query = request.query_params
+    if source := query.get("resume"):
+        return form_page(request, to_values(resuming(runs.named(request, source), query.get("checkpoint"))))
+    if source := query.get("from"):
+        settings = runs.named(request, source).settings()
+        settings.pop("resume_from", None)
+        return form_page(request, to_values(settings))
+    return form_page(request, to_values({}), draft=True)
+
+
+def resuming(run: RunDir, name: str | None = None) -> dict[str, Any]:
+    """The settings that continue `run` from its checkpoint `name`, or its newest. Raises a 404 or 409."""
+    checkpoint = name or next((saved.name for saved in reversed(run.list_checkpoints()) if saved.resumable), None)
+    if checkpoint is None:
+        raise HTTPException(409, "This run has no checkpoint to continue from. Start a new run with its settings.")
+    if not (folder := run.find_checkpoint(checkpoint)):
+        raise HTTPException(404, "There is no such checkpoint in this run.")
+    return run.settings() | {"resume_from": str(folder), "start_from": ""}
 
 
 def form_page(
@@ -50,6 +63,7 @@ def form_page(
         "sections": sections,
         "error": " ".join(filter(None, [error, *others])) or None,
         "active": active.summary() if active else None,
+        "resumed": parent_run(request, values.get("resume_from", "")),
         "draft": draft,
     }
     return templates.TemplateResponse(request, "new_run.html", context, status_code=status)
@@ -58,8 +72,24 @@ def form_page(
 def run_page(request: Request) -> Response:
     """One run, live."""
     run = runs.requested(request)
-    context = {"run": run.summary(), "settings": form_sections(to_values(run.settings()))}
+    summary = run.summary()
+    origin = summary.resume_from or summary.start_from or ""
+    context = {
+        "run": summary,
+        "settings": form_sections(to_values(run.settings())),
+        "origin": {"exact": bool(summary.resume_from), "checkpoint": Path(origin).name, "path": origin}
+        if origin
+        else None,
+        "parent": parent_run(request, origin),
+    }
     return templates.TemplateResponse(request, "run.html", context)
+
+
+def parent_run(request: Request, checkpoint: str) -> RunSummary | None:
+    """The run of this home that `checkpoint`, a folder, belongs to."""
+    path = Path(checkpoint)
+    run = runs.folders(request).find(path.parent.parent.name)
+    return run.summary() if run and run.checkpoints == path.parent else None
 
 
 async def error_response(request: Request, error: Exception) -> Response:

@@ -18,7 +18,12 @@ def folders(connection: HTTPConnection) -> RunFolders:
 
 def requested(connection: HTTPConnection) -> RunDir:
     """The run named in the address. Raises a 404."""
-    if run := folders(connection).find(connection.path_params["run_id"]):
+    return named(connection, connection.path_params["run_id"])
+
+
+def named(connection: HTTPConnection, run_id: str) -> RunDir:
+    """The run with this id. Raises a 404."""
+    if run := folders(connection).find(run_id):
         return run
     raise HTTPException(404, "There is no such run here. It may have been deleted.")
 

@@ -16,7 +16,7 @@ export function stepRange({ columns, skips }) {
 }
 
 /** Around the losses in sight. The highest half percent may be cut off, or one outlier would flatten the rest. */
-export function lossRange({ step, loss, smoothed }, [min, max]) {
+export function lossRange({ columns: { step, loss, smoothed }, validations }, [min, max]) {
   const inSight = (values) => values.filter((value, index) => value !== null && step[index] >= min && step[index] <= max);
   const averages = inSight(smoothed);
   if (!averages.length) return [0, 1];
@@ -26,7 +26,8 @@ export function lossRange({ step, loss, smoothed }, [min, max]) {
   const usual = sorted.length ? [sorted[0], sorted[Math.ceil(QUANTILE * (sorted.length - 1))]] : [];
   let low = Infinity;
   let high = -Infinity;
-  for (const value of averages.concat(usual)) {
+  const validated = validations.filter((each) => each.step >= min && each.step <= max).map((each) => each.loss);
+  for (const value of averages.concat(usual, validated)) {
     low = Math.min(low, value);
     high = Math.max(high, value);
   }

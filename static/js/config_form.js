@@ -9,7 +9,19 @@ const note = form.querySelector("[data-draft-note]");
 markDraftUnsent();
 if ("draft" in form.dataset && restoreDraft(form)) note.textContent = "What you typed before is filled in.";
 
-form.addEventListener("input", () => saveDraft(form));
+/** Fields that mean something only beside other choices are out of the way until these are made. */
+function showFitting() {
+  for (const field of form.querySelectorAll("[data-only]")) {
+    const fits = Object.entries(JSON.parse(field.dataset.only)).every(([name, values]) => values.includes(form.elements[name].value));
+    field.hidden = !fits && !field.querySelector("[data-error]");
+  }
+}
+
+showFitting();
+form.addEventListener("input", () => {
+  showFitting();
+  saveDraft(form);
+});
 
 form.addEventListener("submit", () => {
   saveDraft(form);

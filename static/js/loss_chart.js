@@ -1,10 +1,10 @@
-/** The loss by step: each step faint, the smoothed loss strong; marks for checkpoints and skipped steps. */
+/** The loss by step: each step faint, the smoothed loss strong; validation, and marks for checkpoints and skipped steps. */
 
 import { lossRange, stepRange, STEP_TICKS } from "./chart_ranges.js";
 import * as format from "./format.js";
 import { redrawOn } from "./redraw.js";
 
-const COLOURS = ["accent", "text", "muted", "hairline", "chart-raw", "chart-checkpoint", "state-bad"];
+const COLOURS = ["accent", "text", "muted", "hairline", "chart-raw", "chart-validation", "chart-checkpoint", "state-bad"];
 /** Closer than this, full-height lines would hide the curve. */
 const CHECKPOINT_GAP = 32;
 const CHECKPOINT_TICK = 12;
@@ -15,6 +15,7 @@ export function showLossChart(store, page) {
   const empty = page.querySelector("[data-chart-empty]");
   const readout = page.querySelector("[data-readout]");
   const skippedKey = page.querySelector("[data-key-skipped]");
+  const validationKey = page.querySelector("[data-key-validation]");
   const hasMouse = matchMedia("(hover: hover)").matches;
   let colours = readColours();
   let zoom = null;
@@ -28,7 +29,7 @@ export function showLossChart(store, page) {
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => setZoom(null) } },
       scales: {
         x: { time: false, range: stepsInSight },
-        y: { range: () => lossRange(store.columns, stepsInSight()) },
+        y: { range: () => lossRange(store, stepsInSight()) },
       },
       axes: [
         { ...axis, size: 24, space: 64, incrs: STEP_TICKS, values: (_, steps) => (hasSteps() ? steps.map(format.count) : []) },
@@ -41,7 +42,11 @@ export function showLossChart(store, page) {
       ],
       hooks: {
         drawAxes: [() => drawCheckpoints(chart, store, colours)],
-        draw: [() => drawSkips(chart, store, colours), () => drawNewest(chart, store, colours)],
+        draw: [
+          () => drawValidations(chart, store, colours),
+          () => drawSkips(chart, store, colours),
+          () => drawNewest(chart, store, colours),
+        ],
         setCursor: [showReadout],
         setSelect: [zoomToSelection],
       },
@@ -62,6 +67,7 @@ export function showLossChart(store, page) {
     empty.hidden = hasSteps() || store.run === null;
     empty.textContent = store.isFinal ? "No step was made." : "The curve begins with the first step.";
     skippedKey.classList.toggle("is-absent", store.skips.length === 0);
+    validationKey.classList.toggle("is-absent", store.validations.length === 0);
     chart.setData(columnsOf(store));
     showReadout();
   }
@@ -90,7 +96,7 @@ export function showLossChart(store, page) {
     setZoom(range);
   }
 
-  redrawOn(store, ["run", "step", "skipped", "checkpoint", "finished"], draw);
+  redrawOn(store, ["run", "step", "skipped", "validation", "checkpoint", "finished"], draw);
   new ResizeObserver(() => chart.setSize(sizeOf(container))).observe(container);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     colours = readColours();
@@ -143,6 +149,28 @@ function drawSkips(chart, store, colours) {
   for (const step of store.skips) {
     const x = canvasX(chart, step);
     if (x !== null) ctx.fillRect(x - devicePixelRatio, bbox.top + bbox.height - size, 2 * devicePixelRatio, size);
+  }
+  ctx.restore();
+}
+
+/** The held-out samples' losses: a line of its own with a dot for each measurement, as there are few. */
+function drawValidations(chart, store, colours) {
+  const { ctx, bbox } = chart;
+  const radius = 3 * devicePixelRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  ctx.strokeStyle = ctx.fillStyle = colours["chart-validation"];
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  const places = store.validations.map(({ step, loss }) => [chart.valToPos(step, "x", true), chart.valToPos(loss, "y", true)]);
+  ctx.beginPath();
+  for (const [x, y] of places) ctx.lineTo(x, y);
+  ctx.stroke();
+  for (const [x, y] of places) {
+    ctx.beginPath();
+    ctx.arc(x, y, radius, 0, 2 * Math.PI);
+    ctx.fill();
   }
   ctx.restore();
 }

@@ -19,6 +19,11 @@ export function showCheckpoints(store, page) {
     for (const checkpoint of checkpoints) {
       if (!known.includes(checkpoint.name)) list.prepend(makeRow(template, id, checkpoint));
     }
+    for (const row of list.children) {
+      const { best, resumable } = checkpoints.find((checkpoint) => checkpoint.name === row.dataset.checkpoint);
+      row.querySelector('[data-cell="best"]').hidden = !best;
+      row.querySelector('[data-cell="resume"]').hidden = !resumable || store.isActive;
+    }
     empty.hidden = checkpoints.length > 0;
     empty.textContent = store.isFinal ? "None was written." : "None yet. One is written every few epochs and when you stop.";
   });
@@ -30,7 +35,11 @@ function makeRow(template, runId, checkpoint) {
   const title = `Step ${format.count(checkpoint.step)} · epoch ${format.count(checkpoint.epoch)}`;
   row.dataset.checkpoint = checkpoint.name;
   cell("name").textContent = title;
-  cell("size").textContent = format.bytes(checkpoint.bytes);
+  const details = [format.bytes(checkpoint.bytes)];
+  if (checkpoint.validation_loss !== null) details.push(`validation ${format.loss(checkpoint.validation_loss)}`);
+  cell("details").textContent = details.join(" · ");
+  cell("resume").href = `/runs/new?resume=${encodeURIComponent(runId)}&checkpoint=${encodeURIComponent(checkpoint.name)}`;
+  cell("resume").setAttribute("aria-label", `Continue from ${title}`);
   cell("download").href = `/runs/${encodeURIComponent(runId)}/checkpoints/${encodeURIComponent(checkpoint.name)}/download`;
   cell("download").setAttribute("aria-label", `Download ${title}`);
   return row;

@@ -11,13 +11,16 @@ const words = {
   phase: (event) => event.message,
   started: (event) =>
     `Started on ${event.device} with ${event.precision}: ${plural(event.samples, "sample", "samples")}, ` +
-    `${format.count(event.trainable_parameters)} trainable parameters`,
+    (event.validation_samples ? `${event.validation_samples} held out, ` : "") +
+    `${format.count(event.trainable_parameters)} trainable parameters in ${format.count(event.adapted_modules)} modules` +
+    `${event.base_dtype === "bf16" ? ", base in bf16" : ""}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}`,
   skipped: (event) =>
     `Step ${format.count(event.step)} skipped: ${event.reason}` +
     (event.nonfinite_tensors ? ` in ${event.nonfinite_tensors} of ${event.total_tensors} tensors (${event.names.join(", ")}…)` : ""),
   epoch: (event) =>
     `Epoch ${format.count(event.epoch)}: loss ${format.loss(event.loss)}, ${plural(event.updates, "step", "steps")}` +
     `${event.skipped ? `, ${event.skipped} skipped` : ""} in ${event.seconds < 60 ? format.seconds(event.seconds) : format.duration(event.seconds)}`,
+  validation: (event) => `Validation loss ${format.loss(event.loss)} after epoch ${format.count(event.epoch)}`,
   checkpoint: (event) => `Checkpoint of step ${format.count(event.step)} saved, ${format.bytes(event.bytes)}`,
   warning: (event) => `Warning: ${event.message}`,
   finished: (event) => {

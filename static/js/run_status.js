@@ -10,6 +10,7 @@ export function showStatus(store, page) {
   const stopForm = find("stop-form");
   const stopButton = find("stop");
   const afterEnd = find("after-end");
+  const resumeForm = find("resume-form");
   const outcome = find("outcome");
   const log = find("log");
 
@@ -22,6 +23,7 @@ export function showStatus(store, page) {
     badge.dataset.state = status;
     stopForm.hidden = !store.isActive;
     afterEnd.hidden = store.isActive;
+    resumeForm.hidden = !store.run.checkpoints.some((checkpoint) => checkpoint.resumable);
     if (status === "stopping") disable(stopButton);
 
     if (outcome.hidden && status === "crashed") log.open = true;

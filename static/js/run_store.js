@@ -30,6 +30,10 @@ export const handlers = {
   epoch(store, event) {
     store.addToFeed(event);
   },
+  validation(store, event) {
+    if (event.loss !== null) store.validations.push({ step: event.step, loss: event.loss });
+    store.addToFeed(event);
+  },
   checkpoint(store, event) {
     store.savedSteps.push(event.step);
     store.addToFeed(event);
@@ -60,6 +64,8 @@ export class RunStore extends EventTarget {
   columns = { step: [], epoch: [], loss: [], smoothed: [], learning_rate: [], grad_norm: [], seconds: [], time: [], memory_bytes: [] };
   /** Steps whose update was discarded, or whose loss was not finite. */
   skips = [];
+  /** Losses of the held-out samples, oldest first. */
+  validations = [];
   /** Steps at which a checkpoint was written. */
   savedSteps = [];
   /** The newest events worth a line, oldest first. */
@@ -124,7 +130,7 @@ export class RunStore extends EventTarget {
   }
 
   get stepsDone() {
-    return this.columns.step.at(-1) ?? this.run?.step ?? 0;
+    return this.columns.step.at(-1) ?? (this.started ? this.started.first_step - 1 : (this.run?.step ?? 0));
   }
 
   get totalSteps() {

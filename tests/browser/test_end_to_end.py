@@ -102,7 +102,7 @@ def test_first_light(server: Server, open_page: OpenPage, tmp_path: Path) -> Non
     newest = page.locator("[data-checkpoints] [data-checkpoint]").first
     expect(newest).to_contain_text("Step 160 · epoch 40")
     with page.expect_download() as download:
-        newest.get_by_role("link").click()
+        newest.get_by_role("link", name="Download").click()
     archive = tmp_path / download.value.suggested_filename
     download.value.save_as(archive)
     assert archive.name == "my-adapter-step-000160.zip"

@@ -1,5 +1,6 @@
 """The run page over hand-written events: what it shows of each, and that it survives what a night brings."""
 
+import json
 import re
 
 import pytest
@@ -7,7 +8,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import OpenPage
 from tests.conftest import Server, make_run, started, step, writing
-from trainer_core.events import Checkpoint, Epoch, Event, Finished, Phase, Skipped, Warning
+from trainer_core.events import Checkpoint, Epoch, Event, Finished, Phase, Skipped, Validation, Warning
 
 SKIPPED = Skipped(
     step=3,
@@ -46,6 +47,7 @@ def test_each_event_is_shown(shared_server: Server, open_page: OpenPage) -> None
         writer.write(SKIPPED.model_copy())
         writer.write(step(3, loss=0.25, learning_rate=2e-4, grad_norm=0.5, seconds=0.42, memory_bytes=2_100_000_000))
         writer.write(Epoch(epoch=1, loss=0.625, updates=3, skipped=1, seconds=2))
+        writer.write(Validation(step=3, epoch=1, loss=0.75))
         writer.write(Warning(message="<b>careful</b>"))
         writer.write(Checkpoint(name="step-000003", step=3, epoch=1, bytes=458_000, tensors=64))
 
@@ -54,6 +56,8 @@ def test_each_event_is_shown(shared_server: Server, open_page: OpenPage) -> None
         expect(feed.locator("[data-kind=skipped]")).to_contain_text("2 of 64 tensors")
         expect(feed.locator("[data-kind=warning]")).to_contain_text("<b>careful</b>")
         expect(feed.locator("[data-kind=epoch]")).to_contain_text("0.6250")
+        expect(feed.locator("[data-kind=validation]")).to_have_text(re.compile("Validation loss 0.7500 after epoch 1$"))
+        expect(page.locator("[data-key-validation]")).to_be_visible()
         expect(page.locator("[data-figure=step]")).to_have_text("3")
         assert figure(page, "loss") == "0.2500"
         weights = (1 * 0.95 + 0.25) / (1 + 0.95)  # two finite losses, the older one decayed once
@@ -164,3 +168,68 @@ def test_the_list_stays_current_by_itself(shared_server: Server, open_page: Open
     expect(row).to_contain_text(re.compile("completed", re.IGNORECASE))
     row.get_by_role("link").click()
     expect(page.locator("[data-status]")).to_have_text("completed")
+
+
+def test_a_resumed_run_counts_on_from_its_parent_before_its_first_step(
+    shared_server: Server, open_page: OpenPage
+) -> None:
+    run = make_run(shared_server.home)
+    with writing(run) as writer:
+        page = open_page(f"{shared_server.address}/runs/{run.id}")
+        writer.write(started(first_step=5, validation_samples=2, base_dtype="bf16", gradient_checkpointing=True))
+        expect(page.locator("[data-figure=step]")).to_have_text("4")
+        expect(page.locator("[data-feed] [data-kind=started]")).to_contain_text(
+            "2 held out, 1,000 trainable parameters in 32 modules, base in bf16, gradient checkpointing"
+        )
+        expect(page.locator("[data-key-validation]")).to_be_hidden()
+    assert shared_server.http.get(f"/api/runs/{run.id}").json()["step"] == 4
+
+
+def test_the_best_checkpoint_is_marked_and_the_mark_moves(shared_server: Server, open_page: OpenPage) -> None:
+    run = make_run(shared_server.home)
+
+    def save(step: int, loss: float) -> None:
+        folder = run.checkpoints / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors", "state.safetensors"):
+            (folder / name).touch()
+        state = {"step": step, "epoch": step, "validation_loss": loss}
+        (folder / "state.json").write_text(json.dumps(state))
+        writer.write(Checkpoint(name=folder.name, step=step, epoch=step, bytes=0, tensors=64))
+
+    with writing(run) as writer:
+        writer.write(started())
+        page = open_page(f"{shared_server.address}/runs/{run.id}")
+        row = page.locator("[data-checkpoint='step-000001']")
+        save(1, 0.75)
+        expect(row.locator("[data-cell=best]")).to_be_visible()
+        expect(row).to_contain_text("validation 0.7500")
+        expect(row.get_by_role("link", name="Continue")).to_be_hidden()
+        save(2, 0.5)
+        expect(page.locator("[data-checkpoint='step-000002'] [data-cell=best]")).to_be_visible()
+        expect(row.locator("[data-cell=best]")).to_be_hidden()
+        writer.write(Finished(reason="stopped", message="Stopped.", step=2, epoch=2))
+    expect(row.get_by_role("link", name="Continue")).to_have_attribute(
+        "href", f"/runs/new?resume={run.id}&checkpoint=step-000001"
+    )
+    expect(page.get_by_role("button", name="Continue training")).to_be_visible()
+
+
+def test_fields_that_mean_nothing_beside_the_others_are_out_of_the_way(
+    shared_server: Server, open_page: OpenPage
+) -> None:
+    page = open_page(f"{shared_server.address}/runs/new")
+    rank_stabilized, factor = (
+        page.locator(f"[name='adapter.{name}']") for name in ("rank_stabilized", "decompose_factor")
+    )
+    expect(rank_stabilized).to_be_visible()
+    expect(factor).to_be_hidden()
+    page.locator("[name='adapter.type']").select_option("lokr")
+    expect(rank_stabilized).to_be_hidden()
+    expect(factor).to_be_visible()
+    page.reload()  # the draft is shown as it was
+    expect(factor).to_be_visible()
+    factor.fill("0")
+    page.locator("[name='adapter.type']").select_option("lora")
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("[data-field='adapter.decompose_factor'] [data-error]")).to_be_visible()

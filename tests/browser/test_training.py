@@ -103,9 +103,22 @@ def test_stop_saves_a_checkpoint_that_can_be_downloaded(server: Server, open_pag
     row = page.locator("[data-checkpoints] [data-checkpoint]")
     expect(row).to_contain_text(f"Step {last:,}")
     with page.expect_download() as download:
-        row.get_by_role("link").click()
+        row.get_by_role("link", name="Download").click()
     download.value.save_as(tmp_path / "adapter.zip")
     assert (tmp_path / "adapter.zip").stat().st_size > run.list_checkpoints()[0].bytes
+    page.get_by_role("button", name="Continue training").click()
+    expect(page.locator("[data-origin]")).to_contain_text(
+        f"Continues {run.summary().name}, {run.list_checkpoints()[0].name}"
+    )
+    expect(page.locator("[data-feed]")).to_contain_text(f"Resuming after step {last} of", timeout=30_000)
+    expect(page.locator("[data-status]")).to_have_text("running", timeout=30_000)
+    resumed = next(iter(server.runs))
+    wait_for(lambda: read_events(resumed, "step"), "a step")
+    assert read_events(resumed, "step")[0]["step"] == last + 1
+    page.locator("[data-stop]").click()
+    expect(page.locator("[data-status]")).to_have_text("stopped", timeout=15_000)
+    page.get_by_role("link", name=run.summary().name).click()
+
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()
     expect(page).to_have_url(f"{server.address}/")

@@ -8,9 +8,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.conftest import FIXTURE, make_run
-from tests.trainer_core.test_model import output
 from trainer_core import adapter, checkpoint, model
 from trainer_core.config import AdapterConfig
+from trainer_core.events import Checkpoint
+from trainer_core.origin import TrainingState
 from trainer_core.run_dir import RunDir
 
 CONFIG = AdapterConfig(rank=4, alpha=8)
@@ -32,8 +33,38 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path)
 
 
+def save(run: RunDir, adapted: model.LoadedModel) -> Checkpoint:
+    """A checkpoint of step 6 after one update, whose optimizer state is therefore not empty."""
+    trained = [parameter for _, parameter in adapter.trainable(adapted.transformer)]
+    optimizer = torch.optim.AdamW(trained, lr=0)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer_state, tensors = checkpoint.optimizer_state(optimizer, adapted.transformer, "adamw")
+    state = TrainingState(
+        step=6,
+        epoch=2,
+        position=5,
+        samples=5,
+        loss_sum=5.0,
+        loss_samples=5,
+        updates=3,
+        skipped=0,
+        consecutive_skips=0,
+        validation_loss=None,
+        device="cpu",
+        precision="32-true",
+        base_model="",
+        dataset="",
+        optimizer=optimizer_state,
+        scaler=None,
+        config=run.load_config(),
+    )
+    return checkpoint.save(run, adapted.transformer, state, tensors)
+
+
 def test_names_shapes_and_config_are_those_of_the_original_trainer(run: RunDir, adapted: model.LoadedModel) -> None:
-    checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    save(run, adapted)
     folder = run.checkpoints / "step-000006"
     theirs = load_file(FIXTURE / "adapter" / "adapter_model.safetensors")
     ours = load_file(folder / "adapter_model.safetensors")
@@ -42,7 +73,9 @@ def test_names_shapes_and_config_are_those_of_the_original_trainer(run: RunDir, 
     }
     described = json.loads((folder / "adapter_config.json").read_text())
     original = json.loads((FIXTURE / "adapter" / "adapter_config.json").read_text())
-    assert set(described["target_modules"]) == set(original["target_modules"])
+    modules = [name.removeprefix("base_model.model.").split(".lora_")[0] for name in theirs]
+    assert all(any(name.endswith(f".{target}") for target in described["target_modules"]) for name in modules)
+    assert {target.rpartition(".")[2] for target in described["target_modules"]} == set(original["target_modules"])
     for key in (
         "peft_type",
         "r",
@@ -56,27 +89,9 @@ def test_names_shapes_and_config_are_those_of_the_original_trainer(run: RunDir, 
         assert described[key] == original[key], key
 
 
-def test_the_original_adapter_loaded_under_our_names_reproduces_the_original_code() -> None:
-    """The names go the right way round: ACE-Step's own adapter on our model gives ACE-Step's own output."""
-    loaded = model.load(str(FIXTURE / "checkpoint"))
-    adapter.inject(loaded.transformer, CONFIG)
-    theirs = load_file(FIXTURE / "adapter" / "adapter_model.safetensors")
-    own = dict(adapter.trainable(loaded.transformer))
-    by_saved_name = {
-        adapter.PEFT_PREFIX + model.to_original(name).replace(".default.", "."): parameter
-        for name, parameter in own.items()
-    }
-    assert set(by_saved_name) == set(theirs)
-    with torch.no_grad():
-        for name, tensor in theirs.items():
-            by_saved_name[name].copy_(tensor)
-    expected = load_file(FIXTURE / "reference.safetensors")["expected_with_adapter"]
-    assert (output(loaded) - expected).abs().max() <= 1e-6
-
-
 def test_the_event_counts_what_is_in_the_file(run: RunDir, adapted: model.LoadedModel) -> None:
     """E6."""
-    event = checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    event = save(run, adapted)
     weights = run.checkpoints / event.name / "adapter_model.safetensors"
     with safe_open(weights, "pt") as file:
         assert len(list(file.keys())) == event.tensors == 64
@@ -100,7 +115,7 @@ def test_a_save_that_lacks_a_trained_tensor_fails_and_leaves_no_checkpoint(
     with pytest.raises(
         checkpoint.CheckpointError, match=r"63 tensors were written .* 64 were trained; not as trained: base_model"
     ):
-        checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+        save(run, adapted)
     assert run.list_checkpoints() == []
 
 
@@ -110,7 +125,7 @@ def test_a_save_with_a_wrong_value_fails(
     whole = adapter.tensors
     monkeypatch.setattr(adapter, "tensors", lambda transformer: {n: t + 1 for n, t in whole(transformer).items()})
     with pytest.raises(checkpoint.CheckpointError, match=r"64 tensors were written .* not as trained: .* 59 more"):
-        checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+        save(run, adapted)
     assert run.list_checkpoints() == []
 
 
@@ -123,8 +138,8 @@ def test_a_save_cut_short_is_not_a_checkpoint_and_does_not_disturb_the_next(
     with monkeypatch.context() as context:
         context.setattr(adapter, "save_config", power_cut)
         with pytest.raises(OSError, match="No space left"):
-            checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+            save(run, adapted)
     assert run.list_checkpoints() == []
-    checkpoint.save(run, adapted.transformer, CONFIG, 6, 2)
+    save(run, adapted)
     assert [saved.name for saved in run.list_checkpoints()] == ["step-000006"]
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000006"]

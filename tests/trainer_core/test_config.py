@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import FIXTURE
-from trainer_core.config import ConfigError, RunConfig, allowed, fields, validate
+from trainer_core.config import RunConfig, allowed, fields
+from trainer_core.config_checks import ConfigError, validate
 
 
 def problems(settings: dict[str, Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The devices of a machine that has them all; change the list to take some away."""
     present: list[Any] = ["cuda", "mps", "xpu", "cpu"]
     monkeypatch.setattr(precision, "available", lambda: present)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True)
     return present
 
 
@@ -45,6 +46,22 @@ def test_fp16_is_refused_except_on_cuda(device: str, devices: list[Any]) -> None
     ):
         choose(hardware(device=device, precision="16-mixed"))
     assert choose(hardware(device="cuda", precision="16-mixed")) == ("cuda", "16-mixed")
+
+
+def test_an_mps_without_bf16_takes_fp32_and_refuses_bf16_by_name(
+    devices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (13, 3))
+    assert choose(hardware(device="mps")) == ("mps", "32-true")
+    with pytest.raises(HardwareError, match=r"bf16-mixed does not work on mps before macOS 14\. Choose 32-true, or"):
+        choose(hardware(device="mps", precision="bf16-mixed"))
+    with pytest.raises(HardwareError, match=r"Base weights in bf16 need it: choose fp32 for them"):
+        choose(hardware(device="mps"), "bf16")
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu", "cpu"])
+def test_auto_precision_with_a_base_in_bf16_is_the_one_that_computes_with_it(device: str, devices: list[Any]) -> None:
+    assert choose(hardware(device=device), "bf16") == (device, "bf16-mixed")
 
 
 def test_a_device_that_is_not_here_is_refused_by_name() -> None:

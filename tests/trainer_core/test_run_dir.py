@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import make_run
 from trainer_core import run_dir
 from trainer_core.config import RunConfig
+from trainer_core.origin import ADAPTER_FILES
 from trainer_core.run_dir import RunDir, RunFolders, Status
 
 STARTED = {"type": "started", "total_steps": 9, "total_epochs": 3}
@@ -163,7 +164,7 @@ def test_no_checkpoint_name_leads_out_of_the_run(name: str, tmp_path: Path) -> N
     run = make_run(tmp_path)
     whole = run.checkpoints / "step-000001"
     whole.mkdir(parents=True)
-    for file in (*run_dir.ADAPTER_FILES, "state.json"):
+    for file in (*ADAPTER_FILES, "state.json"):
         (whole / file).write_text('{"step": 1, "epoch": 1}')
     (tmp_path / "elsewhere").mkdir()
     (run.checkpoints / "step-000009").symlink_to(tmp_path / "elsewhere")
@@ -220,6 +221,6 @@ def test_a_damaged_checkpoint_does_not_hide_the_whole_ones(state: str, tmp_path:
     run = make_run(tmp_path)
     for name, content in (("step-000001", '{"step": 1, "epoch": 1}'), ("step-000002", state)):
         (run.checkpoints / name).mkdir(parents=True)
-        for file in (*run_dir.ADAPTER_FILES, "state.json"):
+        for file in (*ADAPTER_FILES, "state.json"):
             (run.checkpoints / name / file).write_text(content)
     assert [saved.name for saved in run.summary().checkpoints] == ["step-000001"]

@@ -1,45 +1,24 @@
 """The training loop on real tiny models: what an update is made of, what is refused, what is reported."""
 
+import json
 import math
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Generator, Tensor
 
-from tests.conftest import FIXTURE, make_run
-from trainer_core import adapter, dataset, model, objective, optim, precision
+from tests.conftest import FIXTURE
+from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights
+from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
 from trainer_core import train as training_loop
-from trainer_core.events import Epoch, Event, Finished, Skipped, Started, Step
+from trainer_core.events import Epoch, Event, Skipped, Started, Step, Validation, Warning
 from trainer_core.optim import FINAL_FACTOR
 from trainer_core.run_dir import RunDir
-from trainer_core.train import draw_batches, train
-
-Collected = tuple[RunDir, list[Event], Finished]
-
-
-def run_training(home: Path, after_event: Callable[[RunDir, Event], None] | None = None, **sections: Any) -> Collected:
-    """Train in this process; the run, its events and how it finished."""
-    run = make_run(home, **sections)
-    events: list[Event] = []
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        if after_event:
-            after_event(run, event)
-
-    return run, events, train(run, run.load_config(), emit)
-
-
-def steps(events: list[Event]) -> list[Step]:
-    return [event for event in events if isinstance(event, Step)]
-
-
-def weights(run: RunDir, name: str) -> dict[str, Tensor]:
-    return load_file(run.checkpoints / name / "adapter_model.safetensors")
+from trainer_core.sources import SourceError
+from trainer_core.train import draw_batches, shuffled
 
 
 @pytest.fixture
@@ -52,25 +31,28 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
             (group,) = self.param_groups
             seen.append({str(i): p.grad.clone() for i, p in enumerate(group["params"])})
 
-    monkeypatch.setattr(optim, "make_optimizer", lambda parameters, config: Recording(parameters, lr=1.0))
+    monkeypatch.setattr(optim, "make_optimizer", lambda parameters, *rest: Recording(parameters, lr=1.0))
     monkeypatch.setattr(training_loop, "clip_grads_with_norm_", lambda *arguments: None)
     return seen
 
 
-def sample_gradients(run: RunDir, epochs: int) -> list[list[dict[str, Tensor]]]:
+def sample_gradients(run: RunDir, epochs: int, window: int) -> list[list[dict[str, Tensor]]]:
     """Each sample's own full gradient, in the order and with the draws of a run, computed one sample at a time."""
     config = run.load_config()
     base = model.load(config.model.source)
-    torch.manual_seed(config.training.seed)
+    goal = objective.make_objective(base, config.training)
+    seed = config.training.seed
+    torch.manual_seed(seed)
     adapter.inject(base.transformer, config.adapter)
     base.transformer.train()
     samples = dataset.load(config.dataset.source)
-    generator = Generator().manual_seed(config.training.seed)
     found = []
-    for _ in range(epochs):
+    for epoch in range(1, epochs + 1):
         of_epoch = []
-        for index in torch.randperm(len(samples), generator=generator).tolist():
-            (batch,) = draw_batches([samples[index]], base, generator)
+        for place, index in enumerate(shuffled(len(samples), objective.seed_of(seed, "order", epoch))):
+            if place % window == 0:
+                generator = Generator().manual_seed(objective.seed_of(seed, "noise", epoch, place))
+            (batch,) = draw_batches([samples[index]], goal, generator)
             prediction = base.transformer(
                 hidden_states=objective.noisy(batch["latents"], batch["noise"], batch["timesteps"]),
                 timestep=batch["timesteps"],
@@ -101,7 +83,7 @@ def test_every_update_is_the_plain_mean_over_its_own_samples(
     window = batch_size * accumulation
     expected = [
         mean(of_epoch[start : start + window])
-        for of_epoch in sample_gradients(run, epochs=2)
+        for of_epoch in sample_gradients(run, epochs=2, window=window)
         for start in range(0, 5, window)
     ]
     assert len(captured) == len(expected) == len(steps(events)) == finished.step == 2 * math.ceil(5 / window)
@@ -189,20 +171,6 @@ def test_only_the_adapter_learns_and_all_of_it_does(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-def spoil_gradients(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> None:
-    """Make the loss of chosen windows infinite, as an overflow in the model would; windows count from 1."""
-    calls = 0
-    honest = objective.sample_losses
-
-    def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        losses = honest(prediction, latents, noise)
-        return losses * torch.inf if is_bad(calls) else losses
-
-    monkeypatch.setattr(objective, "sample_losses", sample_losses)
-
-
 def test_one_bad_window_is_skipped_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A3: weights and schedule are as before the bad window, and the next one trains."""
     spoil_gradients(monkeypatch, lambda window: window == 2)
@@ -216,7 +184,7 @@ def test_one_bad_window_is_skipped_and_training_goes_on(tmp_path: Path, monkeypa
     (epoch,) = [event for event in events if isinstance(event, Epoch)]
     assert (epoch.updates, epoch.skipped) == (4, 1)
     assert epoch.loss == pytest.approx(sum(step.loss or 0 for step in steps(events)) / 4)
-    expected = [0.0003 * optim.learning_rate_factor(step, 0, 5) for step in (1, 2, 3, 4)]
+    expected = [0.0003 * optim.learning_rate_factor(step, run.load_config().training, 0, 5) for step in (1, 2, 3, 4)]
     assert [step.learning_rate for step in steps(events)] == pytest.approx(expected)
     assert all(tensor.isfinite().all() for tensor in weights(run, "step-000004").values())
     assert finished.reason == "completed"
@@ -250,12 +218,47 @@ def test_one_bad_window_does_not_end_a_run_of_one_window_an_epoch(
 
 
 def test_a_streak_of_bad_windows_aborts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_loop, "MAX_CONSECUTIVE_SKIPS", 3)
     spoil_gradients(monkeypatch, lambda window: window > 1)
-    _, events, finished = run_training(tmp_path, training={"gradient_accumulation": 1})
+    options = {"gradient_accumulation": 1, "max_consecutive_skips": 3}
+    run, events, finished = run_training(tmp_path, training=options)
     assert finished.reason == "aborted"
-    assert "3 steps in a row" in finished.message
-    assert len([event for event in events if isinstance(event, Skipped)]) == 3
+    assert finished.message.startswith("3 steps in a row produced non-finite gradients on cpu with 32-true")
+    assert len(of_kind(events, Skipped)) == 3
+    # What was learned before is kept: it has no part in what went wrong.
+    assert [saved.step for saved in run.list_checkpoints()] == [1]
+    assert all(tensor.isfinite().all() for tensor in weights(run, "step-000001").values())
+
+
+@pytest.mark.parametrize("save_every_epochs", [1, 2])
+def test_weights_that_are_no_longer_finite_are_not_saved(
+    save_every_epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update of finite gradients can still spoil the weights, here the sixth, the first of epoch 2."""
+    parameters: list[torch.nn.Parameter] = []
+    honest = optim.make_optimizer
+
+    def make_optimizer(given: Any, *rest: Any) -> torch.optim.Optimizer:
+        parameters.extend(given)
+        return honest(parameters, *rest)
+
+    def spoil(run: RunDir, event: Event) -> None:
+        if isinstance(event, Step) and event.step == 6:
+            with torch.no_grad():
+                parameters[0].fill_(torch.nan)
+            if save_every_epochs == 2:
+                run.stop.touch()
+
+    monkeypatch.setattr(optim, "make_optimizer", make_optimizer)
+    options = {"epochs": 50, "gradient_accumulation": 1, "save_every_epochs": save_every_epochs}
+    if save_every_epochs == 2:
+        with pytest.raises(checkpoint.CheckpointError, match="1 of 64 tensors hold NaN or infinite values"):
+            run_training(tmp_path, spoil, training=options)
+        return
+    options["max_consecutive_skips"] = 3  # before the epoch is over
+    run, _, finished = run_training(tmp_path, spoil, training=options)
+    assert (finished.reason, finished.step) == ("aborted", 6)
+    assert "non-finite gradients" in finished.message
+    assert [saved.step for saved in run.list_checkpoints()] == [5]
 
 
 def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(
@@ -265,12 +268,12 @@ def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(
     fabric = precision.make_fabric("cpu", "16-mixed")
     scaler = fabric.strategy.precision.scaler  # type: ignore[attr-defined]
     scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**30})
-    monkeypatch.setattr(precision, "choose", lambda hardware: ("cpu", "16-mixed"))
+    monkeypatch.setattr(precision, "choose", lambda *rest: ("cpu", "16-mixed"))
     monkeypatch.setattr(precision, "make_fabric", lambda device, number_format: fabric)
     options = {"epochs": 3, "gradient_accumulation": 1, "warmup_steps": 0}
     run, events, finished = run_training(tmp_path, training=options)
     skipped = [event for event in events if isinstance(event, Skipped)]
-    assert 1 <= len(skipped) < training_loop.MAX_CONSECUTIVE_SKIPS
+    assert 1 <= len(skipped) < 25
     assert skipped[0].step == 1
     assert finished.reason == "completed"
     assert finished.step == 15 - len(skipped)
@@ -294,11 +297,7 @@ def test_a_stop_before_the_first_step_saves_nothing_and_says_so(stop_at: str, tm
 
 
 def test_a_stop_in_the_middle_of_an_epoch_saves_the_last_step(tmp_path: Path) -> None:
-    def stop(run: RunDir, event: Event) -> None:
-        if isinstance(event, Step) and event.step == 4:
-            run.stop.touch()
-
-    run, events, finished = run_training(tmp_path, after_event=stop)
+    run, events, finished = run_training(tmp_path, after_event=stop_at(4))
     assert (finished.reason, finished.step, finished.epoch) == ("stopped", 4, 2)
     assert [checkpoint.name for checkpoint in run.list_checkpoints()] == ["step-000004"]
     assert events[-1].type == "checkpoint"
@@ -316,14 +315,134 @@ def test_a_model_without_null_condition_trains_without_dropping_it_and_says_so(t
     model.load(str(FIXTURE / "checkpoint")).transformer.save_pretrained(tmp_path / "transformer")
     _, events, finished = run_training(tmp_path, model={"source": str(tmp_path / "transformer")})
     assert finished.reason == "completed"
-    (warning,) = [event for event in events if event.type == "warning"]
-    assert "without condition dropout" in warning.model_dump()["message"]
+    (warning,) = of_kind(events, Warning)
+    assert "without condition dropout" in warning.message
 
 
-@pytest.mark.parametrize("number_format", ["bf16-mixed", "32-true"])
-def test_the_adapter_stays_fp32_in_every_precision(number_format: str, tmp_path: Path) -> None:
-    """A2, on the device that is here."""
-    run, events, finished = run_training(tmp_path, hardware={"precision": number_format})
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+@pytest.mark.parametrize(
+    "options", [{"precision": "32-true"}, {"precision": "bf16-mixed"}, {"precision": "auto", "base_dtype": "bf16"}]
+)
+def test_adapter_and_optimizer_are_fp32_in_every_precision(
+    options: dict[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A2, on the device that is here: parameters before and after Fabric's setup, gradients, optimizer state."""
+    made: list[torch.optim.Optimizer] = []
+    honest = optim.make_optimizer
+    monkeypatch.setattr(optim, "make_optimizer", lambda *arguments: made.append(honest(*arguments)) or made[0])  # type: ignore[func-returns-value]
+    run, events, finished = run_training(
+        tmp_path,
+        adapter={"type": kind, "decompose_factor": 4},
+        model={"base_dtype": options.get("base_dtype", "auto")},
+        hardware={"precision": options["precision"]},
+    )
     assert finished.reason == "completed"
+    (group,) = made[0].param_groups
+    assert {parameter.dtype for parameter in group["params"]} == {torch.float32}
+    state = [value for values in made[0].state.values() for value in values.values()]
+    assert {value.dtype for value in state if isinstance(value, Tensor)} == {torch.float32}
     assert {tensor.dtype for tensor in weights(run, "step-000006").values()} == {torch.float32}
     assert all(step.loss and math.isfinite(step.loss) for step in steps(events))
+    (started,) = of_kind(events, Started)
+    assert (started.base_dtype, started.adapter) == (options.get("base_dtype", "fp32"), kind)
+
+
+def test_a_base_in_bf16_learns_the_very_same(tmp_path: Path) -> None:
+    """Only weights that autocast rounds to bf16 anyway are kept so."""
+    learned = []
+    for base_dtype in ("fp32", "bf16"):
+        run, events, _ = run_training(
+            tmp_path / base_dtype,
+            start_from=str(FIXTURE / "adapter"),
+            model={"base_dtype": base_dtype},
+            hardware={"precision": "bf16-mixed"},
+        )
+        learned.append(([step.loss for step in steps(events)], weights(run, "step-000006")))
+    assert learned[0][0] == learned[1][0]
+    assert all(torch.equal(tensor, learned[1][1][name]) for name, tensor in learned[0][1].items())
+
+
+def test_a_bad_window_leaves_weights_optimizer_and_schedule_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A3: the checkpoint after a bad last window of an epoch is the one before it, in every tensor."""
+    one_epoch = {"epochs": 1, "gradient_accumulation": 1, "save_every_epochs": 1}
+    spoil_gradients(monkeypatch, lambda window: window == 5)
+    run, events, _ = run_training(tmp_path / "bad", training=one_epoch)
+    assert [(s.step, s.epoch) for s in of_kind(events, Skipped)] == [(5, 1)]
+    stopped, _, _ = run_training(tmp_path / "stopped", after_event=stop_at(4), training=one_epoch)
+    for file in ("adapter_model.safetensors", "state.safetensors"):
+        one, two = ((r.checkpoints / "step-000004" / file).read_bytes() for r in (run, stopped))
+        assert one == two
+
+
+def test_the_held_out_samples_are_never_trained_on_and_always_measured_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[list[float]] = [[]]
+    trained: set[float] = set()
+    honest = objective.sample_losses
+
+    def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            trained.add(latents.sum().item())
+            if measured[-1]:
+                measured.append([])
+        else:
+            measured[-1].append(noise.sum().item() + latents.sum().item())
+        return honest(prediction, latents, noise)
+
+    monkeypatch.setattr(objective, "sample_losses", sample_losses)
+    run, events, _ = run_training(
+        tmp_path,
+        dataset={"validation_fraction": 0.3},
+        adapter={"dropout": 0.5},
+        training={"epochs": 3, "learning_rate": 1e-9, "save_every_epochs": 1},
+    )
+    (started,) = of_kind(events, Started)
+    assert (started.samples, started.validation_samples, len(trained)) == (3, 2, 3)
+    assert started.total_steps == len(steps(events)) == 3 * 2
+    assert len(measured) == 3
+    assert len(set(measured[0])) == 2 * training_loop.VALIDATION_DRAWS
+    assert measured[0] == measured[1] == measured[2]
+    seen = of_kind(events, Validation)
+    assert [(event.epoch, event.step) for event in seen] == [(1, 2), (2, 4), (3, 6)]
+    assert seen[0].loss == pytest.approx(seen[2].loss, abs=1e-5)  # without dropout, and hardly any learning
+    assert [saved.validation_loss for saved in run.list_checkpoints()] == [event.loss for event in seen]
+
+
+def test_validation_measures_what_is_learned(tmp_path: Path) -> None:
+    options = {"epochs": 6, "learning_rate": 0.02, "gradient_accumulation": 1, "warmup_steps": 0}
+    _, events, _ = run_training(tmp_path, dataset={"validation_fraction": 0.2}, training=options)
+    losses = [event.loss or 0 for event in of_kind(events, Validation)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.01
+
+
+def test_a_single_sample_can_not_be_held_out(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    shutil.copy(FIXTURE / "tensors" / "1a2b3c4d.pt", folder)
+    with pytest.raises(SourceError, match="one sample has none to hold out"):
+        run_training(tmp_path, dataset={"source": str(folder), "validation_fraction": 0.1})
+    _, _, finished = run_training(tmp_path, dataset={"source": str(folder)})
+    assert finished.step == 2
+
+
+def test_data_of_another_variant_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "tensors"
+    shutil.copytree(FIXTURE / "tensors", folder)
+    (folder / "preprocess_meta.json").write_text('{"model_variant": "acestep-v15-turbo"}')
+    with pytest.raises(SourceError, match=r"made with the acestep-v15-turbo model, this model is base"):
+        run_training(tmp_path, dataset={"source": str(folder)})
+    for right in ("xl_base", "my own", ""):
+        (folder / "preprocess_meta.json").write_text(json.dumps({"model_variant": right}))
+        _, _, finished = run_training(tmp_path, dataset={"source": str(folder)})
+        assert finished.reason == "completed"
+
+
+def test_prodigy_at_the_rate_of_another_optimizer_is_said(tmp_path: Path) -> None:
+    _, events, _ = run_training(tmp_path, training={"optimizer": "prodigy"})
+    assert "1 is usual" in of_kind(events, Warning)[0].message
+    _, events, _ = run_training(tmp_path, training={"optimizer": "prodigy", "learning_rate": 1})
+    assert of_kind(events, Warning) == []

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, wait_for
-from trainer_core.config import fields
+from trainer_core.config import RunConfig, fields
 from trainer_core.run_dir import RunDir
 from webapp.forms import flatten, form_sections, from_form, to_values
 
@@ -30,6 +30,20 @@ def test_the_form_is_made_from_the_configs_fields() -> None:
     assert [field.name for field in shown] == list(fields())
     assert from_form((field.name, field.value) for field in shown)["training"]["epochs"] == "40"
     assert {field.name: field.unit for field in shown}["training.warmup_steps"] == "steps"
+
+
+def test_switches_lists_and_auto_come_back_from_the_form_as_they_were() -> None:
+    given = {
+        "adapter": {"type": "dora", "rank_stabilized": True, "targets": ["mlp", "layers.0.self_attn.q_proj"]},
+        "training": {"gradient_checkpointing": True, "condition_dropout": 0.5},
+    }
+    config = RunConfig.model_validate(given)
+    values = to_values(config.model_dump())
+    assert values["adapter.rank_stabilized"] == values["training.gradient_checkpointing"] == "on"
+    assert values["adapter.decompose_both"] == "off"
+    assert values["adapter.targets"] == "mlp, layers.0.self_attn.q_proj"
+    assert (values["training.condition_dropout"], to_values({})["training.condition_dropout"]) == ("0.5", "auto")
+    assert RunConfig.model_validate(from_form(values.items())) == config
 
 
 def test_names_that_are_no_fields_survive_the_form_to_be_refused() -> None:
@@ -52,6 +66,14 @@ def test_names_that_are_no_fields_survive_the_form_to_be_refused() -> None:
         ("name", "", "Nothing was given"),
         ("hardware.device", "toaster", "this takes one of auto, cuda"),
         ("no.such_field", "1", "There is no such field."),
+        ("adapter.targets", "", "Nothing was given; this takes names, apart by commas."),
+        ("adapter.decompose_factor", "0", "0 is no factor to split by"),
+        ("adapter.rank_stabilized", "perhaps", "this takes one of off, on."),
+        ("training.condition_dropout", "2", "&#39;2&#39; was given; this takes auto or a number from 0 to 1."),
+        ("training.condition_dropout", "some", "this takes auto or a number from 0 to 1."),
+        ("dataset.validation_fraction", "0.6", "this takes a number from 0 to 0.5."),
+        ("training.optimizer", "adamw8bit", "needs the package bitsandbytes, which is not installed."),
+        ("resume_from", "/no/such/folder", "There is no folder /no/such/folder."),
     ],
 )
 def test_bad_input_stands_at_its_field_and_nothing_is_lost(

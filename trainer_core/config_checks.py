@@ -1,0 +1,84 @@
+"""Settings checked before anything is loaded: every problem at once, each at its field."""
+
+import json
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer_core import origin, sources
+from trainer_core.config import RunConfig, allowed, fields
+
+# Optimizers that come in packages of their own.
+OPTIONAL_PACKAGES = {"prodigy": "prodigyopt", "adamw8bit": "bitsandbytes"}
+
+
+class ConfigError(ValueError):
+    """A run can't be started as asked. `fields` maps each dotted field name to what is wrong there."""
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        self.fields = {name: sources.plain(message) for name, message in fields.items()}
+        super().__init__("; ".join(f"{name}: {message}" for name, message in self.fields.items()))
+
+
+def validate(data: dict[str, Any]) -> RunConfig:
+    """The RunConfig that `data` asks for, its folders looked at too. Raises ConfigError with every problem at once."""
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError({"config": "Some text holds half a character (a lone surrogate). Type it again."}) from error
+    problems: dict[str, str] = {}
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        problems = _problems(error)
+    for section, check in (("model", sources.check_model), ("dataset", sources.check_dataset)):
+        given = data.get(section)
+        source = given.get("source", sources.DEMO) if isinstance(given, dict) else sources.DEMO
+        if isinstance(source, str) and not any(name in problems for name in (section, f"{section}.source")):
+            try:
+                check(RunConfig.model_fields[section].annotation(source=source).source)  # type: ignore[misc]
+            except sources.SourceError as error:
+                problems[f"{section}.source"] = str(error)
+    if not problems:
+        problems = _contradictions(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _contradictions(config: RunConfig) -> dict[str, str]:
+    """What is wrong with fields that are each right by themselves."""
+    problems = origin.check(config)
+    package = OPTIONAL_PACKAGES.get(config.training.optimizer)
+    if package and not find_spec(package):
+        problems["training.optimizer"] = (
+            f"{config.training.optimizer} needs the package {package}, which is not installed. Install it with "
+            f"{sys.executable} -m pip install {package}, or choose another optimizer."
+        )
+    if config.model.base_dtype == "bf16" and config.hardware.precision not in ("auto", "bf16-mixed"):
+        problems["hardware.precision"] = (
+            f"{config.hardware.precision} was given with base weights in bf16; they go with bf16-mixed, or auto."
+        )
+    return problems
+
+
+def _problems(error: ValidationError) -> dict[str, str]:
+    known = fields()
+    problems: dict[str, str] = {}
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        # Behind a field's own name come a list's index, or the type that was tried.
+        name = next((name for name in (".".join(path[:2]), path[0] if path else "") if name in known), ".".join(path))
+        if problem["type"] == "extra_forbidden":
+            problems[name] = f"There is no such field. Fields are {', '.join(known)}."
+        elif problem["type"] == "value_error":
+            problems[name] = str(problem["ctx"]["error"])
+        elif name in known:
+            given = problem["input"]
+            nothing = given in ("", (), [])
+            problems[name] = f"{'Nothing' if nothing else repr(given)} was given; this takes {allowed(known[name])}."
+        else:
+            problems[name or "config"] = "This takes a group of fields (a JSON object)."
+    return problems

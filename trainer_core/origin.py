@@ -1,0 +1,187 @@
+"""Where a run begins, if not at nothing: a checkpoint it resumes exactly, or an adapter it starts from.
+
+Light: what files and settings tell is checked before a trainer is started. Names and shapes of tensors are matched
+when the trainer loads them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainer_core.config import RunConfig
+from trainer_core.sources import SourceError, read_json, shorten
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+STATE_FILES = ("state.safetensors", "state.json")
+
+# What may differ between a run and the run that continues it: places, which fingerprints make up for, and what
+# changes no update. The number of epochs changes the schedule, which is planned again.
+MAY_DIFFER = (
+    "name",
+    "start_from",
+    "resume_from",
+    "model.source",
+    "dataset.source",
+    "training.epochs",
+    "training.save_every_epochs",
+    "training.max_consecutive_skips",
+    "training.gradient_checkpointing",
+    "hardware.device",
+    "hardware.precision",
+)
+
+
+class OptimizerState(BaseModel):
+    """An optimizer's state but for its tensors, which are in state.safetensors as `<parameter>/<key>`."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    kind: str
+    group: dict[str, Any]
+    """Options and counters that all parameters share."""
+    numbers: dict[str, dict[str, int | float]]
+    """By parameter, as the adapter's file names it."""
+    shapes: dict[str, list[int]]
+    """Of the tensors, by name, to know a file that was changed."""
+
+
+class TrainingState(BaseModel):
+    """state.json: with the tensors beside it everything an exact resume needs.
+
+    No generator's state is kept: all that is drawn derives from the seed and the place in the run
+    (`objective.seed_of`).
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    step: int
+    epoch: int
+    """The epoch that was begun last."""
+    position: int
+    """How many of its samples are done, in windows that were whole."""
+    samples: int
+    """How many samples an epoch has."""
+    loss_sum: float
+    """Over the samples of this epoch's updates."""
+    loss_samples: int
+    updates: int
+    skipped: int
+    consecutive_skips: int
+    validation_loss: float | None
+    device: str
+    precision: str
+    base_model: str
+    """Fingerprint of the frozen weights."""
+    dataset: str
+    """Fingerprint of the training samples."""
+    optimizer: OptimizerState
+    scaler: dict[str, Any] | None
+    """State of the fp16 loss scaler."""
+    config: RunConfig
+
+    @property
+    def epochs_done(self) -> int:
+        """Whole epochs."""
+        return self.epoch if self.position == self.samples else self.epoch - 1
+
+
+def read_state(checkpoint: Path) -> TrainingState:
+    """The state of a checkpoint that can be resumed. Raises SourceError naming what is missing or damaged."""
+    missing = [name for name in (*ADAPTER_FILES, *STATE_FILES) if not (_folder(checkpoint) / name).is_file()]
+    if missing:
+        raise SourceError(
+            f"{checkpoint} has no {shorten(missing)}, so it can't be resumed exactly. If it holds an adapter, give the "
+            "folder under Start from: a new run then begins with its weights."
+        )
+    try:
+        return TrainingState.model_validate(read_json(checkpoint / "state.json"))
+    except ValidationError as error:
+        places = [".".join(map(str, problem["loc"])) for problem in error.errors()]
+        raise SourceError(
+            f"{checkpoint / 'state.json'} is not the whole state of a run: {shorten(places)} can't be read. Give the "
+            "folder under Start from to begin a new run with its weights."
+        ) from error
+
+
+def find_adapter(folder: Path) -> Path:
+    """The folder with the adapter's files: `folder`, or `adapter` in it as ACE-Step's trainer leaves it.
+
+    Raises SourceError naming what is missing.
+    """
+    for place in (_folder(folder), folder / "adapter"):
+        if all((place / name).is_file() for name in ADAPTER_FILES):
+            return place
+    raise SourceError(f"{folder} is not the folder of an adapter: it has no {' and '.join(ADAPTER_FILES)}.")
+
+
+def check(config: RunConfig) -> dict[str, str]:
+    """What is wrong with the origin `config` names, by field; nothing for a run that begins at nothing."""
+    if config.resume_from and config.start_from:
+        return {"resume_from": "Start from is filled in too; a run can have one of them."}
+    try:
+        if config.resume_from:
+            return _check_resume(config, read_state(Path(config.resume_from)))
+        if config.start_from:
+            return _check_adapter(config, find_adapter(Path(config.start_from)))
+    except (SourceError, OSError) as error:
+        return {"resume_from" if config.resume_from else "start_from": str(error)}
+    return {}
+
+
+def _check_resume(config: RunConfig, state: TrainingState) -> dict[str, str]:
+    if state.epochs_done >= config.training.epochs:
+        return {
+            "training.epochs": f"{config.training.epochs} was given and the checkpoint has done {state.epochs_done}: "
+            f"nothing is left to do. Give more than {state.epochs_done} to train on."
+        }
+    before, now = _flat(state.config), _flat(config)
+    return {
+        name: f"{now[name]} was given, the run to resume has {before[name]}. Resuming exactly needs the same; to "
+        "train on with other settings give the checkpoint under Start from."
+        for name in before
+        if name not in MAY_DIFFER and before[name] != now[name]
+    }
+
+
+def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
+    found = read_json(folder / ADAPTER_FILES[0])
+    kind = {"LORA": "dora" if found.get("use_dora") else "lora", "LOKR": "lokr"}.get(str(found.get("peft_type")))
+    if kind is None:
+        raise SourceError(f"{folder} holds a {found.get('peft_type')} adapter; this takes LoRA, DoRA and LoKr.")
+    alpha: Literal["alpha", "lora_alpha"] = "alpha" if kind == "lokr" else "lora_alpha"
+    theirs = {"type": kind, "rank": found.get("r"), "alpha": found.get(alpha)}
+    if kind == "lokr":
+        theirs |= {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
+    else:
+        theirs["rank_stabilized"] = bool(found.get("use_rslora"))
+    ours = config.adapter.model_dump()
+    return {
+        f"adapter.{key}": f"{_said(ours[key])} was given, the adapter to start from has {_said(value)}. Set that."
+        for key, value in theirs.items()
+        if ours[key] != value
+    }
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise SourceError(f"There is no folder {path}.")
+    return path
+
+
+def _flat(config: RunConfig) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for section, value in config.model_dump().items():
+        if isinstance(value, dict):
+            flat |= {f"{section}.{key}": _said(inner) for key, inner in value.items()}
+        else:
+            flat[section] = _said(value)
+    return flat
+
+
+def _said(value: Any) -> str:
+    """A setting as the form shows it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(value) if isinstance(value, tuple) else str(value) if isinstance(value, str) else json.dumps(value)
