@@ -54,6 +54,7 @@ def show(bar: "tqdm[Any]", event: dict[str, Any]) -> None:
     match event["type"]:
         case "started":
             bar.reset(total=event["total_steps"])
+            bar.update(event["first_step"] - 1)  # what the run that is resumed has done
         case "step":
             bar.set_postfix(epoch=event["epoch"], loss=event["loss"], refresh=False)
             bar.update()
@@ -61,6 +62,9 @@ def show(bar: "tqdm[Any]", event: dict[str, Any]) -> None:
             bar.write(event["message"], file=sys.stderr)
         case "skipped":
             bar.write(f"step {event['step']} skipped: {event['reason']}", file=sys.stderr)
+        case "validation":
+            loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+            bar.write(f"epoch {event['epoch']}: validation loss {loss}", file=sys.stderr)
         case "checkpoint":
             bar.write(f"checkpoint {event['name']}: {event['bytes']:,} bytes", file=sys.stderr)
 

@@ -1,10 +1,12 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import FIXTURE
+from trainer_core import config_checks
 from trainer_core.config import RunConfig, allowed, fields
 from trainer_core.config_checks import ConfigError, validate
 
@@ -94,3 +96,24 @@ def test_a_saved_run_still_loads_after_its_folders_are_gone(tmp_path: Path) -> N
 
 def test_nul_in_a_path_is_refused() -> None:
     assert "NUL" in problems({"dataset": {"source": "a\0b"}})["dataset.source"]
+
+
+def test_fields_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16 = {"base_dtype": "bf16"}
+    found = problems({"model": bf16, "hardware": {"precision": "32-true"}})
+    assert found == {
+        "hardware.precision": "32-true was given with base weights in bf16; they go with bf16-mixed, or auto."
+    }
+    for precision in ("auto", "bf16-mixed"):
+        assert validate({"model": bf16, "hardware": {"precision": precision}})
+    assert validate({"training": {"optimizer": "prodigy"}})  # installed with what tests need
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: None)
+    found = problems({"training": {"optimizer": "prodigy"}})
+    assert f"Install it with {sys.executable} -m pip install prodigyopt, or" in found["training.optimizer"]
+
+
+def test_names_of_targets_come_as_a_list_or_apart_by_commas_and_spaces() -> None:
+    for given in (["mlp", "q_proj"], "mlp,q_proj", " mlp  q_proj ", "mlp,\tq_proj,"):
+        assert validate({"adapter": {"targets": given}}).adapter.targets == ("mlp", "q_proj")
+    for bad in ([], "", " , ", 7, [7], [["mlp"]]):
+        assert problems({"adapter": {"targets": bad}})["adapter.targets"].endswith("this takes names, apart by commas.")

@@ -57,6 +57,21 @@ def test_the_original_layout_reproduces_the_original_code() -> None:
     assert {parameter.dtype for parameter in loaded.transformer.parameters()} == {torch.float32}
 
 
+def test_a_base_in_bf16_weighs_half_and_keeps_norms_and_tables_in_fp32() -> None:
+    def weight(loaded: model.LoadedModel) -> int:
+        return sum(tensor.nbytes for tensor in loaded.transformer.state_dict().values())
+
+    whole, half = (model.load(str(CHECKPOINT), base_dtype=dtype) for dtype in ("fp32", "bf16"))
+    assert weight(half) < 0.52 * weight(whole)
+    dtypes = {name: tensor.dtype for name, tensor in half.transformer.state_dict().items()}
+    assert dtypes["layers.0.self_attn.to_q.weight"] == dtypes["proj_in_conv.weight"] == torch.bfloat16
+    assert dtypes["norm_out.weight"] == dtypes["layers.0.scale_shift_table"] == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output(whole), output(half))
+    assert half.null_condition is not None
+    assert half.null_condition.dtype == torch.float32
+
+
 def test_shards_with_an_index_load_as_one_file_does(tmp_path: Path) -> None:
     shutil.copy(CHECKPOINT / "config.json", tmp_path)
     tensors = sorted(load_file(CHECKPOINT / "model.safetensors").items())

@@ -92,6 +92,36 @@ def test_every_update_is_the_plain_mean_over_its_own_samples(
             assert torch.allclose(update[key], wanted[key], rtol=1e-4, atol=1e-7)
 
 
+def test_what_a_sample_contributes_does_not_depend_on_what_it_is_batched_with(
+    tmp_path: Path, captured: list[dict[str, Tensor]]
+) -> None:
+    """Two samples of one shape, which are computed at once, one of 12 frames and one of 600."""
+    folder = tmp_path / "tensors"
+    folder.mkdir()
+    torch.manual_seed(0)
+    for name, frames, tokens in (("a", 40, 9), ("b", 40, 9), ("c", 12, 3), ("d", 600, 80)):
+        torch.save(
+            {
+                "target_latents": torch.randn(frames, 64),
+                "context_latents": torch.randn(frames, 128),
+                "encoder_hidden_states": torch.randn(tokens, 64),
+                "encoder_attention_mask": torch.ones(tokens),
+            },
+            folder / f"{name}.pt",
+        )
+    updates = []
+    for batch_size in (1, 2, 4):
+        options = {"batch_size": batch_size, "gradient_accumulation": 4 // batch_size, "epochs": 2}
+        _, events, _ = run_training(tmp_path, dataset={"source": str(folder)}, training=options)
+        updates.append([(step.loss, seen) for step, seen in zip(steps(events), captured, strict=True)])
+        captured.clear()
+    assert [len(each) for each in updates] == [2, 2, 2]
+    for other in updates[1:]:
+        for (loss, gradients), (other_loss, other_gradients) in zip(updates[0], other, strict=True):
+            assert loss == pytest.approx(other_loss, rel=1e-6)
+            assert all(torch.allclose(gradients[key], other_gradients[key], rtol=1e-4, atol=1e-7) for key in gradients)
+
+
 def test_a_run_of_a_single_step_trains_and_saves(tmp_path: Path) -> None:
     """B4: fewer samples than a batch, one epoch."""
     options = {"epochs": 1, "batch_size": 8, "gradient_accumulation": 8, "warmup_steps": 0}
