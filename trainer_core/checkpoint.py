@@ -62,17 +62,17 @@ def optimizer_state(
     optimizer: Optimizer, transformer: AceStepTransformer1DModel, kind: str
 ) -> tuple[OptimizerState, dict[str, Tensor]]:
     """The state of `optimizer` over the adapter's parameters, and its tensors on the CPU as `<parameter>/<key>`."""
-    names = [adapter.saved_name(name) for name, _ in adapter.trainable(transformer)]
-    state = optimizer.state_dict()
-    (group,) = state["param_groups"]
+    (group,) = optimizer.param_groups
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, dict[str, float]] = {}
-    for index, values in state["state"].items():
-        for key, value in values.items():
+    numbers: dict[str, dict[str, int | float]] = {}
+    for name, parameter in adapter.trainable(transformer):
+        # Not `state_dict()`: bitsandbytes nests its tensors there.
+        for key, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
-                tensors[f"{names[index]}/{key}"] = value.detach().cpu().contiguous()
+                # A copy: bitsandbytes lets all parameters share one quantisation table, which safetensors refuses.
+                tensors[f"{adapter.saved_name(name)}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
             else:
-                numbers.setdefault(names[index], {})[key] = value
+                numbers.setdefault(adapter.saved_name(name), {})[key] = value
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     shared = {key: value for key, value in group.items() if key != "params"}
     return OptimizerState(kind=kind, group=shared, numbers=numbers, shapes=shapes), tensors

@@ -75,7 +75,7 @@ class TrainingState(BaseModel):
     base_model: str
     """Fingerprint of the frozen weights."""
     dataset: str
-    """Fingerprint of the training samples."""
+    """Fingerprint of the samples."""
     optimizer: OptimizerState
     scaler: dict[str, Any] | None
     """State of the fp16 loss scaler."""

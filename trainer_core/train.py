@@ -47,7 +47,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     emit(Phase(name="loading_data", message="Reading and checking the data set"))
     samples, held_out = split(dataset.load(config.dataset.source), config.dataset.validation_fraction, training.seed)
-    dataset_name = fingerprint((f"{s.name} {key}", tensor) for s in samples for key, tensor in s.tensors.items())
+    dataset_name = fingerprint(
+        (f"{sample.name} {key}", tensor) for sample in [*samples, *held_out] for key, tensor in sample.tensors.items()
+    )
     emit(Phase(name="loading_model", message="Loading the base model"))
     base = model.load(config.model.source, config.model.variant, config.model.base_dtype)
     base_name = fingerprint(base.transformer.state_dict().items())
@@ -102,7 +104,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     step = saved_step = consecutive_skips = epoch = 0
     first_epoch = 1
     position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
-    validation_loss: float | None = None
+    validation_loss, validation_step = None, 0
     if config.start_from:
         folder = origin.find_adapter(Path(config.start_from))
         matched, cast = adapter.load(transformer, folder)
@@ -221,7 +223,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             updates=updates,
             skipped=skipped,
             consecutive_skips=consecutive_skips,
-            validation_loss=validation_loss if position == len(samples) else None,
+            validation_loss=validation_loss if validation_step == step else None,
             device=device,
             precision=number_format,
             base_model=base_name,
@@ -333,6 +335,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         if updates == 0 and consecutive_skips >= MIN_SKIPS_TO_ABORT and scaler is None:
             return abort(f"In epoch {epoch} every step {nonfinite_advice(device, number_format)}")
         if held_out and updates and (validation_loss := validate()) is not None:
+            validation_step = step
             emit(Validation(step=step, epoch=epoch, loss=validation_loss))
         if (epoch % training.save_every_epochs == 0 or epoch == training.epochs) and step > saved_step:
             save()

@@ -37,7 +37,7 @@ async def resume(request: Request) -> Response:
     """
     async with request.form() as form:
         name = form.get("checkpoint")
-    data = resuming(runs.requested(request), name if isinstance(name, str) else None)
+    data = await run_in_threadpool(resuming, runs.requested(request), name if isinstance(name, str) else None)
     return await _start(request, data, to_values(data))
 
 

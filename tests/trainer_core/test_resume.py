@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.conftest import FIXTURE, fixture_settings, make_run
 from tests.trainer_core.training import Collected, of_kind, run_training, spoil_gradients, steps, stop_at, weights
-from trainer_core import objective, precision
+from trainer_core import objective, optim, precision
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import Epoch, Event, Phase, Started, Step, Validation, Warning
 from trainer_core.run_dir import RunDir
@@ -101,6 +101,20 @@ def test_every_optimizer_and_adapter_resumes_exactly(optimizer: str, kind: str, 
     assert told(resumed[0][1]) + told(resumed[1][1]) == told(events)
     assert len(of_kind(events, Validation)) == 2
     assert_same(contents(resumed[1][0], 4), contents(straight, 4))
+
+
+def test_8_bit_adamw_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offered on cuda only; the real package, here on the CPU. Tensors below 4096 numbers would be kept in fp32."""
+    honest = optim.make_optimizer
+    monkeypatch.setattr(
+        optim, "make_optimizer", lambda given, training, device: honest(given, training, torch.device("cuda"))
+    )
+    changes = {"training": {"optimizer": "adamw8bit"}, "adapter": {"rank": 64}}
+    straight, events, _ = run_training(tmp_path / "straight", **settings(**changes))
+    resumed = legs(tmp_path, [2], **changes)
+    assert told(resumed[0][1]) + told(resumed[1][1]) == told(events)
+    assert_same(contents(resumed[1][0], 6), contents(straight, 6))
+    assert torch.uint8 in {tensor.dtype for tensor in contents(straight, 6).values()}
 
 
 def test_a_stop_in_the_middle_of_a_window_takes_the_window_up_again_whole(tmp_path: Path) -> None:

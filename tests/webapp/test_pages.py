@@ -72,7 +72,6 @@ def test_names_that_are_no_fields_survive_the_form_to_be_refused() -> None:
         ("training.condition_dropout", "2", "&#39;2&#39; was given; this takes auto or a number from 0 to 1."),
         ("training.condition_dropout", "some", "this takes auto or a number from 0 to 1."),
         ("dataset.validation_fraction", "0.6", "this takes a number from 0 to 0.5."),
-        ("training.optimizer", "adamw8bit", "needs the package bitsandbytes, which is not installed."),
         ("resume_from", "/no/such/folder", "There is no folder /no/such/folder."),
     ],
 )
