@@ -10,7 +10,7 @@ from types import FrameType
 
 from filelock import Timeout
 
-from trainer_core.events import Epoch, Event, EventWriter, Finished, Phase, Step
+from trainer_core.events import Epoch, Event, EventWriter, Finished, Phase, Started, Step
 from trainer_core.run_dir import RunDir
 
 # A look at the run's status tries the lock for an instant; longer than this, another trainer has it.
@@ -42,6 +42,8 @@ def train_and_record(run: RunDir, writer: EventWriter) -> int:
     def emit(event: Event) -> None:
         nonlocal step, epoch
         writer.write(event)
+        if isinstance(event, Started):
+            step = event.first_step - 1  # what the run that is resumed has done
         if isinstance(event, Step):
             step, epoch = event.step, event.epoch
         elif not isinstance(event, Epoch):  # a night of steps would bury everything else in the log

@@ -8,6 +8,7 @@ import torch
 from diffusers import AceStepTransformer1DModel
 from peft import LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lokr import LoKrLayer
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -37,12 +38,13 @@ def module_names(target: str) -> tuple[str, ...]:
 
 def check_targets(transformer: nn.Module, targets: tuple[str, ...]) -> None:
     """Raise SourceError with what exists, if one of `targets` is no linear layer of `transformer`."""
-    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    lost = [
-        target
-        for target in targets
-        if not any(f".{name}".endswith(f".{end}") for name in linear for end in module_names(target))
-    ]
+    modules = dict(transformer.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    lost = []
+    for target in targets:
+        meant = {name for name in modules for end in module_names(target) if f".{name}".endswith(f".{end}")}
+        if not meant or not meant <= set(linear):
+            lost.append(target)
     if lost:
         kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", to_original(f"{name}.")).strip(".") for name in linear)
         raise SourceError(
@@ -58,6 +60,7 @@ def peft_config(config: AdapterConfig, targets: Iterable[str]) -> PeftConfig:
             r=config.rank,
             alpha=config.alpha,
             rank_dropout=config.dropout,
+            rank_dropout_scale=True,  # or what is learned would play 1 / (1 - dropout) times as strong
             decompose_both=config.decompose_both,
             decompose_factor=config.decompose_factor,
             target_modules=list(targets),
@@ -87,7 +90,26 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
         parameter.requires_grad_(is_adapter)
         if is_adapter:  # PEFT gives them the dtype of the layer they adapt
             parameter.data = parameter.data.float()
-    return sum(isinstance(module, BaseTunerLayer) for module in transformer.modules())
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        _initialise(layer)
+    return len(layers)
+
+
+@torch.no_grad()
+def _initialise(layer: BaseTunerLayer) -> None:
+    """Give a layer's parameters their first values again, now that they are fp32.
+
+    Those that PEFT gave on a base in bf16 were rounded, and a DoRA would not begin as the base model.
+    """
+    if isinstance(layer, LoKrLayer):
+        layer.reset_adapter_parameters("default")
+    elif isinstance(layer, LoraLayer):
+        layer.reset_lora_parameters("default", init_lora_weights=True)  # type: ignore[no-untyped-call]
+        for magnitude in layer.lora_magnitude_vector.parameters():
+            base = layer.get_base_layer()
+            assert isinstance(base, nn.Linear)
+            magnitude.copy_(torch.linalg.norm(base.weight.float(), dim=1))
 
 
 def remove(transformer: nn.Module) -> None:
@@ -141,6 +163,8 @@ def load(transformer: AceStepTransformer1DModel, folder: Path) -> tuple[int, int
     parameters = {saved_name(name): parameter for name, parameter in trainable(transformer)}
     expected = {name: parameter.shape for name, parameter in parameters.items()}
     found = matching.read(folder / ADAPTER_FILES[1], expected)
+    if odd := [f"{name} ({tensor.dtype})" for name, tensor in found.items() if not tensor.is_floating_point()]:
+        raise SourceError(f"{folder / ADAPTER_FILES[1]} holds tensors that are no weights: {shorten(odd)}.")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(found[name])
@@ -148,7 +172,7 @@ def load(transformer: AceStepTransformer1DModel, folder: Path) -> tuple[int, int
 
 
 def idle_rank(transformer: nn.Module) -> int:
-    """In how many LoKr layers both factors are whole matrices, so that the rank changes nothing but the scale."""
+    """In how many LoKr layers both factors are whole matrices, so that the rank counts only in alpha / rank."""
     layers = [module for module in transformer.modules() if isinstance(module, LoKrLayer)]
     return sum(len(layer.lokr_w1) > 0 and len(layer.lokr_w2) > 0 for layer in layers)
 

@@ -22,6 +22,9 @@ from trainer_core.origin import ADAPTER_FILES, STATE_FILES, OptimizerState, Trai
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError, shorten
 
+COUNTERS = ("k", "d", "d_max", "d_hat", "d_numerator", "d_denom")
+"""Prodigy's, kept in its parameter groups; all else there are options, which the settings give."""
+
 
 class CheckpointError(RuntimeError):
     """What was written is not what was trained."""
@@ -59,23 +62,23 @@ def save(run: RunDir, module: nn.Module, state: TrainingState, optimizer_tensors
 
 
 def optimizer_state(
-    optimizer: Optimizer, transformer: AceStepTransformer1DModel, kind: str
+    optimizer: Optimizer, transformer: AceStepTransformer1DModel
 ) -> tuple[OptimizerState, dict[str, Tensor]]:
     """The state of `optimizer` over the adapter's parameters, and its tensors on the CPU as `<parameter>/<key>`."""
-    (group,) = optimizer.param_groups
+    names = {id(parameter): adapter.saved_name(name) for name, parameter in adapter.trainable(transformer)}
+    counters = {key: optimizer.param_groups[0][key] for key in COUNTERS if key in optimizer.param_groups[0]}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, int | float]] = {}
-    for name, parameter in adapter.trainable(transformer):
-        # Not `state_dict()`: bitsandbytes nests its tensors there.
-        for key, value in optimizer.state[parameter].items():
+    for parameter, values in optimizer.state.items():  # not `state_dict()`: bitsandbytes nests its tensors there
+        name = names[id(parameter)]
+        for key, value in values.items():
             if isinstance(value, Tensor):
                 # A copy: bitsandbytes lets all parameters share one quantisation table, which safetensors refuses.
-                tensors[f"{adapter.saved_name(name)}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+                tensors[f"{name}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
             else:
-                numbers.setdefault(adapter.saved_name(name), {})[key] = value
+                numbers.setdefault(name, {})[key] = value
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    shared = {key: value for key, value in group.items() if key != "params"}
-    return OptimizerState(kind=kind, group=shared, numbers=numbers, shapes=shapes), tensors
+    return OptimizerState(counters=counters, numbers=numbers, shapes=shapes), tensors
 
 
 def load_optimizer_state(
@@ -87,21 +90,25 @@ def load_optimizer_state(
     """
     path = checkpoint / STATE_FILES[0]
     found = matching.read(path, saved.shapes)
-    names = [adapter.saved_name(name) for name, _ in adapter.trainable(transformer)]
+    names = {id(parameter): adapter.saved_name(name) for name, parameter in adapter.trainable(transformer)}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     stateful = {name.rpartition("/")[0] for name in saved.shapes} | set(saved.numbers)
-    if differences := matching.mismatch(dict.fromkeys(names, ()), dict.fromkeys(stateful, ())):
+    if differences := matching.mismatch(dict.fromkeys(order, ()), dict.fromkeys(stateful, ())):
         raise SourceError(f"The optimizer state in {path} is not that of the parameters to train: {differences}.")
 
     halves = [name for name, tensor in found.items() if tensor.dtype in (torch.float16, torch.bfloat16)]
     for name in halves:
         found[name] = found[name].float()
-    states: dict[int, dict[str, Any]] = {index: dict(saved.numbers.get(name, {})) for index, name in enumerate(names)}
-    indices = {name: index for index, name in enumerate(names)}
+    # An optimizer numbers its parameters through its groups.
+    indices = {name: index for index, name in enumerate(order)}
+    states: dict[int, dict[str, Any]] = {index: dict(saved.numbers.get(name, {})) for name, index in indices.items()}
     for name, tensor in found.items():
         parameter, _, key = name.rpartition("/")
-        states[indices[parameter]][key] = tensor
-    group = saved.group | {"params": list(range(len(names)))}
-    optimizer.load_state_dict({"state": states, "param_groups": [group]})
+        states[indices[parameter]][key] = tensor.clone()  # what was read is a view of the file, which may be deleted
+    groups = optimizer.state_dict()["param_groups"]
+    for group in groups:
+        group.update({key: value for key, value in saved.counters.items() if key in COUNTERS})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
     return len(found), len(halves)
 
 

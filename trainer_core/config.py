@@ -7,8 +7,18 @@ import re
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MaxLen
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from trainer_core import sources
 
@@ -17,6 +27,14 @@ class Section(BaseModel):
     """A group of fields; a field it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _tidy(cls, value: object, info: ValidationInfo) -> object:
+        """Strip text also where a choice is meant, and take no true for a 1."""
+        if isinstance(value, bool) and info.field_name and is_number(cls.model_fields[info.field_name]):
+            raise PydanticCustomError("not_a_number", "not a number")
+        return value.strip() if isinstance(value, str) else value
 
 
 def _words(given: object) -> object:
@@ -29,6 +47,8 @@ def _factor(given: int) -> int:
         raise ValueError(f"{given} is no factor to split by; give 2 or more, or -1 for the most even split.")
     return given
 
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 # Fields that mean something only beside these values of another field; the form hides them otherwise.
 LORA_KINDS: dict[str, JsonValue] = {"adapter.type": ["lora", "dora"]}
@@ -122,7 +142,7 @@ class AdapterConfig(Section):
         title="Dropout",
         description="Share of adapter inputs zeroed while training; with lokr, of the rows of its weight change.",
     )
-    targets: Annotated[tuple[str, ...], BeforeValidator(_words), Field(min_length=1, max_length=1000)] = Field(
+    targets: Annotated[tuple[Name, ...], BeforeValidator(_words), Field(min_length=1, max_length=1000)] = Field(
         ("self_attention", "cross_attention"),
         title="Targets",
         description="What is adapted: self_attention, cross_attention, mlp, and names of modules as ACE-Step calls "

@@ -29,6 +29,7 @@ def validate(data: dict[str, Any]) -> RunConfig:
     except UnicodeEncodeError as error:
         raise ConfigError({"config": "Some text holds half a character (a lone surrogate). Type it again."}) from error
     problems: dict[str, str] = {}
+    config = None
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -41,9 +42,9 @@ def validate(data: dict[str, Any]) -> RunConfig:
                 check(RunConfig.model_fields[section].annotation(source=source).source)  # type: ignore[misc]
             except sources.SourceError as error:
                 problems[f"{section}.source"] = str(error)
-    if not problems:
-        problems = _contradictions(config)
-    if problems:
+    if config:
+        problems |= _contradictions(config)
+    if problems or not config:
         raise ConfigError(problems)
     return config
 
@@ -77,8 +78,8 @@ def _problems(error: ValidationError) -> dict[str, str]:
             problems[name] = str(problem["ctx"]["error"])
         elif name in known:
             given = problem["input"]
-            nothing = given in ("", (), [])
-            problems[name] = f"{'Nothing' if nothing else repr(given)} was given; this takes {allowed(known[name])}."
+            said = "Nothing" if given in ("", (), []) else sources.plain(repr(given), 100)
+            problems[name] = f"{said} was given; this takes {allowed(known[name])}."
         else:
             problems[name or "config"] = "This takes a group of fields (a JSON object)."
     return problems

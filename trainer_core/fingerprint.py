@@ -2,20 +2,29 @@
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from math import gcd
 
 import torch
 from torch import Tensor
 
-SAMPLED = 1024
-"""Values looked at in each tensor: all of a 2B model would take half a minute, and any training changes nearly all."""
-
 
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hex digits from names, shapes and evenly spread values, rounded to bf16 as a base model may be kept."""
+    """32 hex digits from the names, shapes and bytes of the tensors, in their order."""
     digest = blake2b(digest_size=16)
     for name, tensor in named:
-        flat = tensor.detach().flatten()
-        spread = flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.bfloat16)
-        digest.update(f"{name} {list(tensor.shape)} ".encode())
-        digest.update(spread.view(torch.int16).numpy().tobytes())
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def spread(tensor: Tensor, most: int = 4096) -> Tensor:
+    """About `most` values from all over `tensor`, rounded to bf16, as a base model may be kept.
+
+    Enough to tell base models apart, any training changes nearly all of their weights; all of them would take half a
+    minute of a 2B model. The stride has no divisor in common with any dimension, so that no column is left out.
+    """
+    flat = tensor.detach().flatten()
+    stride = max(1, flat.numel() // most)
+    while gcd(stride, flat.numel()) > 1:
+        stride += 1
+    return flat[::stride].bfloat16()

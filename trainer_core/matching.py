@@ -18,7 +18,9 @@ def read(path: Path, expected: Mapping[str, Sequence[int]]) -> dict[str, Tensor]
         raise SourceError(f"{path} can't be read as safetensors: {error}.") from error
     if differences := mismatch(expected, {name: tensor.shape for name, tensor in found.items()}):
         raise SourceError(f"{path} does not hold the tensors that this run needs: {differences}.")
-    if bad := [name for name, tensor in found.items() if not tensor.isfinite().all()]:
+    # As fp32, in which they will be used; what counts in whole numbers stays.
+    finite = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    if bad := [name for name, tensor in finite.items() if not tensor.isfinite().all()]:
         raise SourceError(f"{path} holds NaN or infinite values in {len(bad)} tensors ({shorten(bad)}).")
     return found
 

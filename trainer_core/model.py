@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer_core import sources
+from trainer_core.fingerprint import fingerprint, spread
 from trainer_core.matching import mismatch
 from trainer_core.sources import DEMO, DEMO_MODEL, ModelFiles, SourceError, plain
 
@@ -56,6 +57,14 @@ class LoadedModel:
     timestep_sigma: float
     null_condition: Tensor | None
     """The unconditional embedding, [1, 1, D] in fp32; None where the checkpoint has none."""
+
+    def fingerprint(self) -> str:
+        """A name for all that decides what an adapter learns from this model: weights, shape, objective."""
+        config = {key: value for key, value in sorted(self.transformer.config.items()) if not key.startswith("_")}
+        described = f"{config} {self.variant} {self.timestep_mu} {self.timestep_sigma}"
+        null_condition = torch.empty(0) if self.null_condition is None else self.null_condition
+        tensors = [*self.transformer.state_dict().items(), (described, null_condition)]
+        return fingerprint((name, spread(tensor)) for name, tensor in tensors)
 
     @property
     def condition_width(self) -> int:

@@ -42,20 +42,22 @@ class Objective:
         return torch.rand(count, generator=generator) < self.condition_dropout
 
 
+def wanted_dropout(variant: Variant, training: TrainingConfig) -> float:
+    """The share of conditions to drop: as `training` asks, or as the variant was trained."""
+    return CONDITION_DROPOUT[variant] if training.condition_dropout == "auto" else training.condition_dropout
+
+
 def make_objective(model: LoadedModel, training: TrainingConfig) -> Objective:
     """The objective the model's variant was trained with, with what `training` overrides.
 
     Without a null condition in the model nothing is dropped, whatever is asked for.
     """
-    dropout = training.condition_dropout
-    if dropout == "auto":
-        dropout = CONDITION_DROPOUT[model.variant]
     sampling = training.timestep_sampling
     return Objective(
         turbo_steps=model.variant == "turbo" if sampling == "auto" else sampling == "turbo_steps",
         mu=model.timestep_mu,
         sigma=model.timestep_sigma,
-        condition_dropout=dropout if model.null_condition is not None else 0.0,
+        condition_dropout=0.0 if model.null_condition is None else wanted_dropout(model.variant, training),
         null_condition=model.null_condition,
     )
 

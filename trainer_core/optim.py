@@ -1,9 +1,6 @@
 """The optimizer and its schedule, both counted in optimizer updates."""
 
-import importlib
 import math
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,26 +40,38 @@ def learning_rate_factor(step: int, training: TrainingConfig, warmup_steps: int,
     return FINAL_FACTOR + (1 - FINAL_FACTOR) * left
 
 
-def make_optimizer(parameters: Iterable[Parameter], training: TrainingConfig, device: torch.device) -> Optimizer:
-    """The configured optimizer at the peak learning rate.
+def make_optimizer(trained: dict[str, Parameter], training: TrainingConfig, device: torch.device) -> Optimizer:
+    """The configured optimizer of the adapter's parameters, by name, at the peak learning rate.
 
-    Raises HardwareError where its package is missing or it does not work on `device`.
+    Raises HardwareError for one that does not work on `device`.
     """
-    options: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    # A DoRA's magnitudes multiply the base model's outputs: pulled towards zero they would shrink the model.
+    magnitudes = [parameter for name, parameter in trained.items() if "lora_magnitude_vector" in name]
+    others = [parameter for name, parameter in trained.items() if "lora_magnitude_vector" not in name]
+    groups: list[dict[str, Any]] = [{"params": others, "weight_decay": training.weight_decay}]
+    if magnitudes:
+        groups.append({"params": magnitudes, "weight_decay": 0.0})
     match training.optimizer:
         case "adamw":
-            return AdamW(parameters, fused=True, **options)
+            return AdamW(groups, lr=training.learning_rate, fused=True)
         case "adafactor":
             # A floor of 1 under the parameters' size makes the learning rate mean what it means to AdamW: with the
             # usual 0.001 a LoRA's B, which begins at zero, would hardly move.
-            return Adafactor(parameters, eps=(None, 1.0), **options)
+            return Adafactor(groups, lr=training.learning_rate, eps=(None, 1.0))
         case "prodigy":
-            prodigy = _package("prodigyopt").Prodigy
-            return prodigy(parameters, safeguard_warmup=True, use_bias_correction=True, **options)  # type: ignore[no-any-return]
+            from prodigyopt import Prodigy
+
+            prodigy = Prodigy(groups, lr=training.learning_rate, safeguard_warmup=True, use_bias_correction=True)
+            assert isinstance(prodigy, Optimizer)
+            return prodigy
         case "adamw8bit":
             if device.type != "cuda":
                 raise HardwareError(f"Optimizer adamw8bit works on cuda only, this run is on {device.type}. Use adamw.")
-            return _package("bitsandbytes").optim.AdamW8bit(parameters, **options)  # type: ignore[no-any-return]
+            from bitsandbytes.optim import AdamW8bit
+
+            adamw = AdamW8bit(groups, lr=training.learning_rate)
+            assert isinstance(adamw, Optimizer)
+            return adamw
 
 
 def make_scheduler(
@@ -74,13 +83,3 @@ def make_scheduler(
     return LambdaLR(
         optimizer, lambda step: learning_rate_factor(step + 1, training, warmup_steps, total_steps), last_epoch=done - 1
     )
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise HardwareError(
-            f"The package {name} is not installed. Install it with {sys.executable} -m pip install {name}, or choose "
-            "another optimizer."
-        ) from error

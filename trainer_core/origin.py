@@ -6,23 +6,24 @@ when the trainer loads them.
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from trainer_core.config import RunConfig
-from trainer_core.sources import SourceError, read_json, shorten
+from trainer_core.sources import SourceError, plain, read_json, shorten
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILES = ("state.safetensors", "state.json")
 
 # What may differ between a run and the run that continues it: places, which fingerprints make up for, and what
-# changes no update. The number of epochs changes the schedule, which is planned again.
+# changes no update or only its rounding. The number of epochs changes the schedule, which is planned again.
 MAY_DIFFER = (
     "name",
     "start_from",
     "resume_from",
     "model.source",
+    "model.base_dtype",
     "dataset.source",
     "training.epochs",
     "training.save_every_epochs",
@@ -33,14 +34,17 @@ MAY_DIFFER = (
 )
 
 
+Count = Annotated[StrictInt, Field(ge=0)]
+Positive = Annotated[StrictInt, Field(ge=1)]
+
+
 class OptimizerState(BaseModel):
     """An optimizer's state but for its tensors, which are in state.safetensors as `<parameter>/<key>`."""
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    kind: str
-    group: dict[str, Any]
-    """Options and counters that all parameters share."""
+    counters: dict[str, int | float]
+    """What all parameters share and updates change, as Prodigy's estimate of the rate."""
     numbers: dict[str, dict[str, int | float]]
     """By parameter, as the adapter's file names it."""
     shapes: dict[str, list[int]]
@@ -54,21 +58,23 @@ class TrainingState(BaseModel):
     (`objective.seed_of`).
     """
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    step: int
-    epoch: int
+    version: Literal[1] = 1
+    """To be raised when a state of before can't be read any more, so that the refusal says why."""
+    step: Positive
+    epoch: Positive
     """The epoch that was begun last."""
-    position: int
+    position: Count
     """How many of its samples are done, in windows that were whole."""
-    samples: int
+    samples: Positive
     """How many samples an epoch has."""
     loss_sum: float
     """Over the samples of this epoch's updates."""
-    loss_samples: int
-    updates: int
-    skipped: int
-    consecutive_skips: int
+    loss_samples: Count
+    updates: Count
+    skipped: Count
+    consecutive_skips: Count
     validation_loss: float | None
     device: str
     precision: str
@@ -80,6 +86,16 @@ class TrainingState(BaseModel):
     scaler: dict[str, Any] | None
     """State of the fp16 loss scaler."""
     config: RunConfig
+
+    @model_validator(mode="after")
+    def _check_place(self) -> "TrainingState":
+        training = self.config.training
+        window = training.batch_size * training.gradient_accumulation
+        if self.position > self.samples or (self.position % window and self.position != self.samples):
+            raise ValueError(f"position {self.position} is not between two windows of {window} samples")
+        if self.step > self.epoch * self.samples:
+            raise ValueError(f"step {self.step} can not be reached in {self.epoch} epochs of {self.samples} samples")
+        return self
 
     @property
     def epochs_done(self) -> int:
@@ -95,12 +111,19 @@ def read_state(checkpoint: Path) -> TrainingState:
             f"{checkpoint} has no {shorten(missing)}, so it can't be resumed exactly. If it holds an adapter, give the "
             "folder under Start from: a new run then begins with its weights."
         )
-    try:
-        return TrainingState.model_validate(read_json(checkpoint / "state.json"))
-    except ValidationError as error:
-        places = [".".join(map(str, problem["loc"])) for problem in error.errors()]
+    content = read_json(checkpoint / "state.json")
+    version = TrainingState.model_fields["version"].default
+    if content.get("version") != version:
         raise SourceError(
-            f"{checkpoint / 'state.json'} is not the whole state of a run: {shorten(places)} can't be read. Give the "
+            f"{checkpoint / 'state.json'} is of version {plain(repr(content.get('version')), 20)}, this Descant "
+            f"resumes version {version}. Give the folder under Start from to begin a new run with its weights."
+        )
+    try:
+        return TrainingState.model_validate(content)
+    except ValidationError as error:
+        places = [".".join(map(str, problem["loc"])) or problem["msg"] for problem in error.errors()]
+        raise SourceError(
+            f"{checkpoint / 'state.json'} is not the sound state of a run: {plain(shorten(places), 300)}. Give the "
             "folder under Start from to begin a new run with its weights."
         ) from error
 
@@ -125,7 +148,7 @@ def check(config: RunConfig) -> dict[str, str]:
             return _check_resume(config, read_state(Path(config.resume_from)))
         if config.start_from:
             return _check_adapter(config, find_adapter(Path(config.start_from)))
-    except (SourceError, OSError) as error:
+    except SourceError as error:
         return {"resume_from" if config.resume_from else "start_from": str(error)}
     return {}
 
@@ -150,12 +173,18 @@ def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
     kind = {"LORA": "dora" if found.get("use_dora") else "lora", "LOKR": "lokr"}.get(str(found.get("peft_type")))
     if kind is None:
         raise SourceError(f"{folder} holds a {found.get('peft_type')} adapter; this takes LoRA, DoRA and LoKr.")
+    odd = [key for key in ("alpha_pattern", "rank_pattern", "modules_to_save", "fan_in_fan_out") if found.get(key)]
+    if odd or found.get("bias") not in (None, "none"):
+        raise SourceError(f"{folder} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train.")
     alpha: Literal["alpha", "lora_alpha"] = "alpha" if kind == "lokr" else "lora_alpha"
     theirs = {"type": kind, "rank": found.get("r"), "alpha": found.get(alpha)}
     if kind == "lokr":
         theirs |= {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
     else:
         theirs["rank_stabilized"] = bool(found.get("use_rslora"))
+    for key in ("r", alpha):
+        if not isinstance(found.get(key), int) or isinstance(found[key], bool):
+            raise SourceError(f"{folder / ADAPTER_FILES[0]}: {key} is {plain(repr(found.get(key)), 50)}, not a number.")
     ours = config.adapter.model_dump()
     return {
         f"adapter.{key}": f"{_said(ours[key])} was given, the adapter to start from has {_said(value)}. Set that."
@@ -165,9 +194,12 @@ def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
 
 
 def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise SourceError(f"There is no folder {path}.")
-    return path
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:
+        raise SourceError(f"{plain(str(path), 200)} can't be looked at: {error.strerror}.") from error
+    raise SourceError(f"There is no folder {path}.")
 
 
 def _flat(config: RunConfig) -> dict[str, str]:

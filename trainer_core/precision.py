@@ -13,7 +13,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from trainer_core.config import HardwareConfig
+from trainer_core.config import AdapterConfig, HardwareConfig
 
 Device = Literal["cuda", "mps", "xpu", "cpu"]
 MIXED = ("bf16-mixed", "16-mixed")
@@ -114,6 +114,18 @@ def choose(hardware: HardwareConfig, base_dtype: str = "auto") -> tuple[Device, 
             f"{with_base}"
         )
     return device, precision
+
+
+def check_checkpointing(device: Device, adapter: AdapterConfig) -> None:
+    """Raise HardwareError where gradient checkpointing would draw another dropout as it computes a block again.
+
+    PyTorch keeps the generators of cuda and xpu for that, not that of mps. LoKr draws its dropout on the CPU.
+    """
+    if device == "mps" and adapter.dropout and adapter.type != "lokr":
+        raise HardwareError(
+            "On mps gradient checkpointing with adapter dropout gives wrong gradients. Set the dropout to 0 or switch "
+            "gradient checkpointing off."
+        )
 
 
 def make_fabric(device: Device, precision: str) -> Fabric:

@@ -5,6 +5,7 @@ A process id is never written down, so none can be mistaken for another process:
 """
 
 import json
+import math
 import re
 import shutil
 import threading
@@ -154,7 +155,7 @@ class RunDir:
             status=status,
             active=status in ACTIVE,
             created=self.created,
-            step=step.get("step", started.get("first_step", 1) - 1),
+            step=step.get("step") or max(0, int(_finite(started.get("first_step")) or 1) - 1),
             total_steps=started.get("total_steps"),
             epoch=step.get("epoch", 0),
             total_epochs=started.get("total_epochs"),
@@ -163,8 +164,8 @@ class RunDir:
             exit_status=self._exit_status() if ended_badly else None,
             log_tail=self.log_tail() if ended_badly else [],
             checkpoints=self.list_checkpoints(),
-            resume_from=str(settings.get("resume_from") or "") or None,
-            start_from=str(settings.get("start_from") or "") or None,
+            resume_from=plain(str(settings.get("resume_from") or "")) or None,
+            start_from=plain(str(settings.get("start_from") or "")) or None,
         )
 
     @property
@@ -207,6 +208,7 @@ class RunDir:
                 ValueError,
                 KeyError,
                 TypeError,
+                OverflowError,
                 RecursionError,
             ):  # deleted this moment, or damaged by hand
                 continue
@@ -297,9 +299,17 @@ def _checkpoint_info(folder: Path, changed: int) -> CheckpointInfo:
         step=int(state["step"]),
         epoch=int(state["epoch"]),
         bytes=(folder / ADAPTER_FILES[1]).stat().st_size,
-        validation_loss=state.get("validation_loss"),
+        validation_loss=_finite(state.get("validation_loss")),
         resumable=(folder / STATE_FILES[0]).is_file(),
     )
+
+
+def _finite(value: Any) -> float | None:
+    """A number as it was written, or None for whatever else stands there."""
+    try:
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
 
 
 def slug(name: str) -> str:

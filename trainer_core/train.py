@@ -52,11 +52,11 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     )
     emit(Phase(name="loading_model", message="Loading the base model"))
     base = model.load(config.model.source, config.model.variant, config.model.base_dtype)
-    base_name = fingerprint(base.transformer.state_dict().items())
+    goal = objective.make_objective(base, training)
+    base_name = base.fingerprint()
     dataset.check_width([*samples, *held_out], base.condition_width)
     dataset.check_variant(config.dataset.source, base.variant)
-    goal = objective.make_objective(base, training)
-    if base.null_condition is None and training.condition_dropout != 0 and base.variant != "turbo":
+    if base.null_condition is None and objective.wanted_dropout(base.variant, training):
         emit(Warning(message="This model folder has no null_condition_emb: training without condition dropout."))
 
     transformer = base.transformer
@@ -65,15 +65,18 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     if config.adapter.type == "lokr" and (whole := adapter.idle_rank(transformer)):
         emit(
             Warning(
-                message=f"Rank {config.adapter.rank} has no effect in {whole} of {adapted_modules} modules: with a "
-                f"Kronecker factor of {config.adapter.decompose_factor} both matrices are whole there. Lower the rank, "
-                "or set another factor (8 suits most)."
+                message=f"Rank {config.adapter.rank} has no effect on the size of {whole} of {adapted_modules} "
+                "modules, only on their strength (alpha / rank): with a Kronecker factor of "
+                f"{config.adapter.decompose_factor} both matrices are whole there. Another factor (8 suits most) or a "
+                "lower rank gives it one."
             )
         )
     if training.gradient_checkpointing:
+        precision.check_checkpointing(device, config.adapter)
         transformer.enable_gradient_checkpointing()
     trained = dict(adapter.trainable(transformer))
-    assert all(parameter.dtype == torch.float32 for parameter in trained.values())
+    parameters = list(trained.values())
+    assert all(parameter.dtype == torch.float32 for parameter in parameters)
 
     window = training.batch_size * training.gradient_accumulation
     total_steps = training.epochs * math.ceil(len(samples) / window)
@@ -93,18 +96,17 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 "will hardly move. 1 is usual."
             )
         )
-    optimizer = optim.make_optimizer(trained.values(), training, fabric.device)
+    optimizer = optim.make_optimizer(trained, training, fabric.device)
     module, stepper = fabric.setup(transformer, optimizer)
     module.train()
-    trained = dict(adapter.trainable(transformer))
-    parameters = list(trained.values())
+    assert all(parameter is trained[name] for name, parameter in adapter.trainable(transformer))
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
 
     step = saved_step = consecutive_skips = epoch = 0
     first_epoch = 1
     position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
-    validation_loss, validation_step = None, 0
+    validation_loss, validation_step = math.nan, 0
     if config.start_from:
         folder = origin.find_adapter(Path(config.start_from))
         matched, cast = adapter.load(transformer, folder)
@@ -120,9 +122,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         if resumed.base_model != base_name:
             raise SourceError(
                 f"The base model in {config.model.source} is not the one that {folder} was trained on: its weights "
-                "differ. Give that model, or give the checkpoint under Start from."
+                "or its config differ. Give that model, or give the checkpoint under Start from."
             )
-        if resumed.dataset != dataset_name:
+        if (resumed.dataset, resumed.samples) != (dataset_name, len(samples)):
             raise SourceError(
                 f"The data set in {config.dataset.source} is not the one that {folder} was trained on: {len(samples)} "
                 f"samples now, {resumed.samples} then, or other contents. Give that data set, or give the checkpoint "
@@ -132,7 +134,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         states, cast_states = checkpoint.load_optimizer_state(optimizer, transformer, folder, resumed.optimizer)
         if scaler is not None and resumed.scaler:
             scaler.load_state_dict(resumed.scaler)
-        step = saved_step = resumed.step
+        step = resumed.step  # not saved_step: this run's folder has no checkpoint yet
         first_epoch = resumed.epochs_done + 1
         consecutive_skips = resumed.consecutive_skips
         if resumed.position < resumed.samples:
@@ -155,7 +157,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 )
             )
     if (config.start_from or resumed) and cast:
-        emit(Warning(message=f"{cast} of {matched} adapter tensors were in half precision; cast to fp32."))
+        emit(Warning(message=f"{cast} of {matched} adapter tensors were not in fp32; cast to it."))
     scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
 
     emit(
@@ -193,8 +195,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         )[0]
         return prediction
 
-    def validate() -> float | None:
-        """The mean loss over the held-out samples; None when a stop was asked for meanwhile."""
+    def validate() -> None:
+        """Measure the mean loss over the held-out samples, unless a stop is asked for meanwhile."""
+        nonlocal validation_loss, validation_step
         module.eval()
         generator = Generator().manual_seed(seed_of(training.seed, "validation"))
         without_dropout = replace(goal, condition_dropout=0.0)
@@ -207,12 +210,16 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                     batch = fabric.to_device(batch)
                     losses.append(objective.sample_losses(predict(batch), batch["latents"], batch["noise"]))
         module.train()
-        return torch.cat(losses).mean().item() if len(losses) == len(held_out) * VALIDATION_DRAWS else None
+        if len(losses) == len(held_out) * VALIDATION_DRAWS:
+            validation_loss, validation_step = torch.cat(losses).mean().item(), step
+            emit(Validation(step=step, epoch=epoch, loss=validation_loss))
+        else:
+            emit(Warning(message=f"Stopped while validating: epoch {epoch} has no validation loss."))
 
     def save() -> None:
         nonlocal saved_step
         emit(Phase(name="saving", message=f"Writing the checkpoint of step {step}"))
-        optimizer_state, optimizer_tensors = checkpoint.optimizer_state(optimizer, transformer, training.optimizer)
+        optimizer_state, optimizer_tensors = checkpoint.optimizer_state(optimizer, transformer)
         state = TrainingState(
             step=step,
             epoch=epoch,
@@ -223,7 +230,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             updates=updates,
             skipped=skipped,
             consecutive_skips=consecutive_skips,
-            validation_loss=validation_loss if validation_step == step else None,
+            validation_loss=validation_loss if validation_step == step and math.isfinite(validation_loss) else None,
             device=device,
             precision=number_format,
             base_model=base_name,
@@ -245,6 +252,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         return finish("aborted", message)
 
     # Loop
+    if resumed and held_out and resumed.validation_loss is None and resumed.position in (0, resumed.samples):
+        epoch = resumed.epochs_done  # its validation was interrupted
+        validate()
     for epoch in range(first_epoch, training.epochs + 1):
         if epoch > first_epoch:
             position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
@@ -263,9 +273,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                     optimizer.zero_grad()
                     if step == 0:
                         return finish("stopped", "Stopped before the first step; there was nothing to save.")
-                    if step == saved_step:
-                        return finish("stopped", f"Stopped after step {step} of {total_steps}, which is saved already.")
-                    save()
+                    if step > saved_step:
+                        save()
                     return finish("stopped", f"Stopped after step {step} of {total_steps}; checkpoint saved.")
                 for batch in draw_batches(chosen[first : first + training.batch_size], goal, generator):
                     batch = fabric.to_device(batch)
@@ -334,9 +343,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         # A few in a row, since an epoch of one window may just be unlucky, and a scaler is still finding its scale.
         if updates == 0 and consecutive_skips >= MIN_SKIPS_TO_ABORT and scaler is None:
             return abort(f"In epoch {epoch} every step {nonfinite_advice(device, number_format)}")
-        if held_out and updates and (validation_loss := validate()) is not None:
-            validation_step = step
-            emit(Validation(step=step, epoch=epoch, loss=validation_loss))
+        if held_out and updates:
+            validate()
         if (epoch % training.save_every_epochs == 0 or epoch == training.epochs) and step > saved_step:
             save()
 

@@ -27,28 +27,26 @@ async def start(request: Request) -> Response:
     async with request.form() as form:
         data = from_form(form.multi_items())
     values = {name: str(value) for name, value in flatten(data).items()}
-    return await _start(request, data, values)
+    return await run_in_threadpool(_start, request, data, values)
 
 
-async def resume(request: Request) -> Response:
-    """Continue a run as a new one, with its settings, from the checkpoint that is posted or else its newest.
+def resume(request: Request) -> Response:
+    """Continue a run as a new one, with its settings, from its newest checkpoint.
 
     What stands in the way, such as that all epochs are done, is shown in the form, filled in.
     """
-    async with request.form() as form:
-        name = form.get("checkpoint")
-    data = await run_in_threadpool(resuming, runs.requested(request), name if isinstance(name, str) else None)
-    return await _start(request, data, to_values(data))
+    data = resuming(runs.requested(request))
+    return _start(request, data, to_values(data))
 
 
-async def _start(request: Request, data: dict[str, Any], values: dict[str, str]) -> Response:
+def _start(request: Request, data: dict[str, Any], values: dict[str, str]) -> Response:
     """Start the run that `data` describes, or show the form with `values` and every problem."""
     try:
-        config = await run_in_threadpool(validate, data)
+        config = validate(data)
     except ConfigError as error:
         return form_page(request, values, errors=error.fields, status=422)
     try:
-        run = await run_in_threadpool(start_in_background, runs.folders(request), config)
+        run = start_in_background(runs.folders(request), config)
     except RunActive as error:
         return form_page(request, values, error=str(error), status=409)
     except OSError as error:

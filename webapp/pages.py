@@ -39,6 +39,8 @@ def new_run_page(request: Request) -> Response:
 def resuming(run: RunDir, name: str | None = None) -> dict[str, Any]:
     """The settings that continue `run` from its checkpoint `name`, or its newest. Raises a 404 or 409."""
     checkpoint = name or next((saved.name for saved in reversed(run.list_checkpoints()) if saved.resumable), None)
+    if checkpoint is None and run.summary().resume_from:
+        return run.settings()  # it ended before a checkpoint of its own, so its parent's is taken up again
     if checkpoint is None:
         raise HTTPException(409, "This run has no checkpoint to continue from. Start a new run with its settings.")
     if not (folder := run.find_checkpoint(checkpoint)):

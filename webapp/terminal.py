@@ -54,7 +54,8 @@ def show(bar: "tqdm[Any]", event: dict[str, Any]) -> None:
     match event["type"]:
         case "started":
             bar.reset(total=event["total_steps"])
-            bar.update(event["first_step"] - 1)  # what the run that is resumed has done
+            bar.initial = bar.n = bar.last_print_n = event["first_step"] - 1  # what a run that is resumed has done
+            bar.refresh()
         case "step":
             bar.set_postfix(epoch=event["epoch"], loss=event["loss"], refresh=False)
             bar.update()

@@ -23,7 +23,7 @@ export function showStatus(store, page) {
     badge.dataset.state = status;
     stopForm.hidden = !store.isActive;
     afterEnd.hidden = store.isActive;
-    resumeForm.hidden = !store.run.checkpoints.some((checkpoint) => checkpoint.resumable);
+    resumeForm.hidden = !store.run.resume_from && !store.run.checkpoints.some((checkpoint) => checkpoint.resumable);
     if (status === "stopping") disable(stopButton);
 
     if (outcome.hidden && status === "crashed") log.open = true;

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LoKr of whole matrices": {"type": "lokr", "rank": 64, "decompose_factor": -1},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind_of_weights = pytest.mark.parametrize("kind", [kind for kind in KINDS if "dropout" not in kind])
 
 
 def config(kind: str, **changes: Any) -> AdapterConfig:
@@ -55,15 +56,50 @@ def randomise(transformer: nn.Module) -> None:
         nn.init.normal_(parameter, std=0.2)
 
 
-@every_kind
+@every_kind_of_weights
 def test_a_fresh_adapter_changes_nothing_and_only_it_is_trainable(kind: str) -> None:
-    loaded = adapted(kind, targets=EVERYWHERE, dropout=0)
+    loaded = adapted(kind, targets=EVERYWHERE)
     expected = load_file(FIXTURE / "reference.safetensors")["expected_base"]
     assert (output(loaded) - expected).abs().max() <= 1e-5
     trained = dict(adapter.trainable(loaded.transformer))
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
     assert all("lora_" in name or "lokr_" in name for name in trained)
     assert {adapter.saved_name(name) for name in trained} == set(adapter.tensors(loaded.transformer))
+
+
+@every_kind_of_weights
+def test_on_a_base_in_bf16_a_fresh_adapter_is_not_rounded_and_changes_nothing(kind: str) -> None:
+    loaded = {dtype: model.load(CHECKPOINT, base_dtype=dtype) for dtype in ("fp32", "bf16")}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = output(loaded["bf16"])
+    for each in loaded.values():
+        torch.manual_seed(0)
+        adapter.inject(each.transformer, config(kind))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (output(loaded["bf16"]) - expected).abs().max() <= 2**-7 * expected.abs().max()  # bf16 has 8 bits
+    one, two = (dict(adapter.trainable(each.transformer)) for each in loaded.values())
+    for name, parameter in one.items():
+        if "magnitude" in name:  # the norms of the rounded weights
+            assert torch.allclose(parameter, two[name], rtol=2**-8)
+            assert not torch.equal(two[name], two[name].bfloat16().float())
+        else:
+            assert torch.equal(parameter, two[name])
+
+
+@pytest.mark.parametrize("kind", ["LoRA with dropout", "LoKr with dropout"])
+def test_dropout_keeps_the_mean_strength(kind: str) -> None:
+    """E2: what is learned under dropout plays as strong without it."""
+    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
+    peft.inject_adapter_in_model(adapter.peft_config(config(kind, dropout=0.5), ["0"]), layer)
+    for name, parameter in layer.named_parameters():
+        torch.manual_seed(0)
+        nn.init.normal_(parameter, std=0.3) if "base_layer" not in name else nn.init.zeros_(parameter)
+    inputs = torch.randn(1, 64)
+    with torch.no_grad():
+        still = layer.eval()(inputs)
+        layer.train()
+        mean = torch.stack([layer(inputs) for _ in range(4000)]).mean(dim=0)
+    assert (mean * still).sum() / still.square().sum() == pytest.approx(1, abs=0.05)
 
 
 @every_kind
@@ -140,17 +176,17 @@ def one_step(loaded: model.LoadedModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in adapter.trainable(transformer) if p.grad is not None}
 
 
-@every_kind
+@every_kind_of_weights
 @pytest.mark.parametrize("before", [True, False])
 def test_checkpointing_works_enabled_before_or_after_injection(kind: str, before: bool) -> None:
     """C1, C2: every parameter of the adapter has a gradient, and it is the one without checkpointing, within 1e-5."""
-    plain = adapted(kind, dropout=0)
+    plain = adapted(kind)
     randomise(plain.transformer)
     expected = one_step(plain)
     loaded = model.load(CHECKPOINT)
     if before:
         loaded.transformer.enable_gradient_checkpointing()
-    adapter.inject(loaded.transformer, config(kind, dropout=0))
+    adapter.inject(loaded.transformer, config(kind))
     if not before:
         loaded.transformer.enable_gradient_checkpointing()
     randomise(loaded.transformer)
@@ -287,7 +323,7 @@ def test_targets_are_groups_or_names_of_either_layout(targets: tuple[str, ...], 
     assert one in found
 
 
-@pytest.mark.parametrize("lost", ["no_such", "layers.9.self_attn.q_proj", "proj", "attention", "norm_q"])
+@pytest.mark.parametrize("lost", ["no_such", "layers.9.self_attn.q_proj", "proj", "attention", "norm_q", "0"])
 def test_a_target_that_matches_nothing_is_an_error_with_what_exists(lost: str) -> None:
     with pytest.raises(SourceError) as caught:
         adapted("LoRA", targets=("mlp", lost))
@@ -301,7 +337,7 @@ def test_a_lokr_rank_without_effect_is_said_before_training(tmp_path: Path) -> N
     options = {"type": "lokr", "rank": 64, "decompose_factor": -1}
     _, events, _ = run_training(tmp_path, adapter=options)
     (warning,) = of_kind(events, Warning)
-    assert warning.message.startswith("Rank 64 has no effect in 32 of 32 modules: with a Kronecker factor of -1")
+    assert warning.message.startswith("Rank 64 has no effect on the size of 32 of 32 modules, only on their strength")
     assert [event.type for event in events].index("warning") < [event.type for event in events].index("started")
     _, events, _ = run_training(tmp_path, adapter={"type": "lokr", "rank": 2, "decompose_factor": 4})
     assert of_kind(events, Warning) == []

@@ -40,7 +40,7 @@ def save(run: RunDir, adapted: model.LoadedModel) -> Checkpoint:
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    optimizer_state, tensors = checkpoint.optimizer_state(optimizer, adapted.transformer, "adamw")
+    optimizer_state, tensors = checkpoint.optimizer_state(optimizer, adapted.transformer)
     state = TrainingState(
         step=6,
         epoch=2,

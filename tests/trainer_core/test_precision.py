@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainer_core import precision
-from trainer_core.config import HardwareConfig
-from trainer_core.precision import Autocast, HardwareError, choose, make_fabric
+from trainer_core.config import AdapterConfig, HardwareConfig
+from trainer_core.precision import Autocast, HardwareError, check_checkpointing, choose, make_fabric
 
 
 def hardware(**fields: Any) -> HardwareConfig:
@@ -62,6 +62,15 @@ def test_an_mps_without_bf16_takes_fp32_and_refuses_bf16_by_name(
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu", "cpu"])
 def test_auto_precision_with_a_base_in_bf16_is_the_one_that_computes_with_it(device: str, devices: list[Any]) -> None:
     assert choose(hardware(device=device), "bf16") == (device, "bf16-mixed")
+
+
+def test_checkpointing_with_dropout_is_refused_where_the_dropout_would_be_drawn_again() -> None:
+    """PyTorch does not keep the mps generator for the second computation."""
+    with pytest.raises(HardwareError, match="On mps gradient checkpointing with adapter dropout gives wrong gradients"):
+        check_checkpointing("mps", AdapterConfig(type="dora", dropout=0.1))
+    check_checkpointing("mps", AdapterConfig(type="lokr", dropout=0.1))
+    check_checkpointing("mps", AdapterConfig())
+    check_checkpointing("cuda", AdapterConfig(dropout=0.1))
 
 
 def test_a_device_that_is_not_here_is_refused_by_name() -> None:

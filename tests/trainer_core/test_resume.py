@@ -170,6 +170,41 @@ def test_more_epochs_plan_the_schedule_again_with_a_rate_above_zero_at_once(tmp_
     assert rates == [step.learning_rate for step in steps(straight)][6:]
 
 
+def test_a_validation_that_a_stop_interrupted_is_made_up_for(tmp_path: Path) -> None:
+    options = settings(dataset={"validation_fraction": 0.4}, training={"save_every_epochs": 1})
+    _, events, _ = run_training(tmp_path / "straight", **options)
+
+    def stop_after_the_first_epoch(run: RunDir, event: Event) -> None:
+        if isinstance(event, Epoch) and event.epoch == 1:
+            run.stop.touch()
+
+    parent, first, finished = run_training(tmp_path / "parent", stop_after_the_first_epoch, **options)
+    assert (finished.reason, finished.step) == ("stopped", 2)
+    assert of_kind(first, Warning)[0].message == "Stopped while validating: epoch 1 has no validation loss."
+    _, rest, _ = run_training(tmp_path / "child", **options | {"resume_from": checkpoint_of(parent, 2)})
+    assert told(first) + told(rest) == told(events)
+    assert [(seen.epoch, seen.step) for seen in of_kind(rest, Validation)] == [(1, 2), (2, 4)]
+
+
+def test_a_resumed_run_that_is_stopped_at_once_has_the_checkpoint_itself(tmp_path: Path) -> None:
+    """G7: its parent may be deleted."""
+    straight, events, _ = run_training(tmp_path / "straight", **settings())
+    parent, first, _ = run_training(tmp_path / "parent", stop_at(3), **settings())
+
+    def stop_before_the_first_step(run: RunDir, event: Event) -> None:
+        if isinstance(event, Started):
+            run.stop.touch()
+
+    resumed = settings(resume_from=checkpoint_of(parent, 3))
+    child, _, finished = run_training(tmp_path / "child", stop_before_the_first_step, **resumed)
+    assert (finished.reason, finished.step) == ("stopped", 3)
+    assert finished.message == "Stopped after step 3 of 6; checkpoint saved."
+    parent.delete()
+    grandchild, rest, _ = run_training(tmp_path, **settings(resume_from=checkpoint_of(child, 3)))
+    assert told(first) + told(rest) == told(events)
+    assert_same(contents(grandchild, 6), contents(straight, 6))
+
+
 def test_the_parents_files_are_untouched(tmp_path: Path) -> None:
     """D1."""
 
@@ -232,6 +267,40 @@ def test_other_settings_are_refused_each_at_its_field(copy: Path) -> None:
     assert found["adapter.targets"].startswith("mlp was given, the run to resume has self_attention, cross_attention.")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("position", -1, "position"),
+        ("position", 1, "position 1 is not between two windows of 2 samples"),
+        ("position", 10**6, "position 1000000 is not between two windows"),
+        ("samples", 0, "samples"),
+        ("epoch", 0, "epoch"),
+        ("step", 0, "step"),
+        ("step", 11, "step 11 can not be reached in 2 epochs of 5 samples"),
+        ("step", True, "step"),
+        ("step", "4", "step"),
+        ("loss_sum", float("nan"), "loss_sum"),
+        ("loss_samples", -1, "loss_samples"),
+        ("optimizer", {"counters": {"d": float("inf")}, "numbers": {}, "shapes": {}}, "optimizer.counters.d"),
+        ("more", 1, "more"),
+        ("version", 2, "is of version 2, this Descant resumes version 1"),
+    ],
+)
+def test_a_state_that_no_run_can_have_is_refused(key: str, value: Any, words: str, copy: Path) -> None:
+    state = json.loads((copy / "state.json").read_text())
+    (copy / "state.json").write_text(json.dumps(state | {key: value}))
+    assert words in problems(resume_from=str(copy))["resume_from"]
+
+
+def test_options_of_the_optimizer_come_from_the_settings_not_from_the_state(copy: Path, tmp_path: Path) -> None:
+    state = json.loads((copy / "state.json").read_text())
+    state["optimizer"]["counters"] = {"weight_decay": 1000.0}
+    (copy / "state.json").write_text(json.dumps(state))
+    straight, _, _ = run_training(tmp_path / "straight", **settings())
+    resumed, _, _ = run_training(tmp_path / "resumed", **settings(resume_from=str(copy)))
+    assert_same(contents(resumed, 6), contents(straight, 6))
+
+
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors", "adapter_model.safetensors"])
 def test_a_checkpoint_without_a_file_is_refused_by_its_name(name: str, copy: Path) -> None:
     """D1: no quiet fresh run."""
@@ -245,7 +314,9 @@ def test_what_is_no_checkpoint_is_refused(copy: Path, tmp_path: Path) -> None:
     theirs = problems(resume_from=str(FIXTURE / "resume_checkpoint"))["resume_from"]
     assert "give the folder under Start from" in theirs
     (copy / "state.json").write_text('{"step": 4, "epoch": 2}')  # as an early version left it
-    assert "is not the whole state of a run: position, samples" in problems(resume_from=str(copy))["resume_from"]
+    assert "is of version None, this Descant resumes version 1" in problems(resume_from=str(copy))["resume_from"]
+    (copy / "state.json").write_text('{"version": 1, "step": 4, "epoch": 2}')
+    assert "is not the sound state of a run: position, samples" in problems(resume_from=str(copy))["resume_from"]
     (copy / "state.json").write_text("{")
     assert "is not valid JSON" in problems(resume_from=str(copy))["resume_from"]
     both = problems(resume_from=str(copy), start_from=str(copy))
@@ -288,6 +359,17 @@ def test_another_base_model_or_data_set_is_refused(copy: Path, tmp_path: Path) -
     with pytest.raises(SourceError, match=r"base model .* is not the one that .*step-000004 was trained on"):
         run_training(tmp_path, **moved)
 
+    shutil.copy(FIXTURE / "checkpoint" / "model.safetensors", model)
+    described = json.loads((FIXTURE / "checkpoint" / "config.json").read_text())
+    for change in ({"is_turbo": True}, {"timestep_mu": 2.0}, {"rope_theta": 10}, {"sliding_window": 1}):
+        (model / "config.json").write_text(json.dumps(described | change))
+        with pytest.raises(SourceError, match="base model"):
+            run_training(tmp_path, **moved)
+    (model / "config.json").write_text(json.dumps(described))
+    rewrite(model / "model.safetensors", lambda t: t | {"null_condition_emb": t["null_condition_emb"] + 5})
+    with pytest.raises(SourceError, match="base model"):
+        run_training(tmp_path, **moved)
+
     data = Path(shutil.copytree(FIXTURE / "tensors", tmp_path / "data"))
     moved = settings(resume_from=str(copy), dataset={"source": str(data)})
     assert run_training(tmp_path / "moved data", **moved)[2].reason == "completed"
@@ -305,7 +387,7 @@ def test_half_precision_state_is_cast_to_fp32_and_said(copy: Path, tmp_path: Pat
     run, events, finished = run_training(tmp_path, **settings(resume_from=str(copy)))
     assert [warning.message for warning in of_kind(events, Warning)] == [
         "128 of 192 optimizer tensors were in half precision; cast to fp32.",
-        "64 of 64 adapter tensors were in half precision; cast to fp32.",
+        "64 of 64 adapter tensors were not in fp32; cast to it.",
     ]
     assert finished.reason == "completed"
     assert {tensor.dtype for tensor in contents(run, 6).values()} == {torch.float32}
@@ -381,6 +463,53 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     assert "holds a IA3 adapter; this takes LoRA, DoRA and LoKr" in problems(start_from=str(folder))["start_from"]
 
 
+@pytest.mark.parametrize("odd", [{"alpha_pattern": {"q_proj": 64}}, {"modules_to_save": ["norm"]}, {"bias": "all"}])
+def test_an_adapter_with_more_than_descant_trains_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+    """E2: its strength would be another."""
+    folder = Path(shutil.copytree(FIXTURE / "adapter", tmp_path / "odd"))
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(described | odd))
+    assert "which Descant does not train" in problems(start_from=str(folder))["start_from"]
+
+
 def test_an_adapter_on_other_targets_is_refused_with_counts(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"0 of 24 match, 24 missing .* 64 unexpected"):
         run_training(tmp_path, **settings(start_from=str(FIXTURE / "adapter"), adapter={"targets": ["mlp"]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"r": "4"}, "r is '4', not a number"),
+        ({"r": True}, "r is True, not a number"),
+        ({"lora_alpha": None}, "lora_alpha is None, not a number"),
+    ],
+)
+def test_a_description_without_numbers_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURE / "adapter", tmp_path / "odd"))
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(described | change))
+    assert words in problems(start_from=str(folder))["start_from"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        (torch.int32, "holds tensors that are no weights"),
+        (torch.bool, "holds tensors that are no weights"),
+        (torch.float64, "holds NaN or infinite values"),
+        (torch.float8_e4m3fn, None),
+    ],
+)
+def test_weights_of_odd_types_are_refused_or_cast(dtype: torch.dtype, words: str | None, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURE / "adapter", tmp_path / "odd"))
+    factor = 1e300 if dtype == torch.float64 else 1  # finite, but not as fp32
+    weights = folder / "adapter_model.safetensors"
+    rewrite(weights, lambda t: {name: (tensor.double() * factor).to(dtype) for name, tensor in t.items()})
+    if words:
+        with pytest.raises(SourceError, match=words):
+            run_training(tmp_path, **settings(start_from=str(folder)))
+    else:
+        _, events, finished = run_training(tmp_path, **settings(start_from=str(folder)))
+        assert of_kind(events, Warning)[0].message == "64 of 64 adapter tensors were not in fp32; cast to it."
+        assert finished.reason == "completed"

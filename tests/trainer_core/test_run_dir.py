@@ -216,7 +216,38 @@ def test_a_damaged_config_does_not_hide_the_other_runs(tmp_path: Path) -> None:
     assert other.settings()["name"] == "fixture"
 
 
-@pytest.mark.parametrize("state", ['{"step": null, "epoch": 1}', '{"step": "x", "epoch": 1}', "[]", "{", "[" * 100_000])
+@pytest.mark.parametrize("first_step", [None, "x", [1], 1e400, 10**400, -5])
+def test_an_odd_event_does_not_hide_the_run(first_step: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    line = json.dumps({"type": "started", "seq": 1, "first_step": first_step})
+    run.events.write_text(line.replace("Infinity", "1e400") + "\n")
+    assert run.summary().step == 0
+
+
+@pytest.mark.parametrize("loss", ["NaN", "1e400", '"x"', "[1]", "{}", "1" * 400])
+def test_an_odd_validation_loss_is_none(loss: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for step, content in ((1, loss), (2, "0.5"), (3, loss)):
+        folder = run.checkpoints / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        for file in (*ADAPTER_FILES, "state.json"):
+            (folder / file).write_text(f'{{"step": {step}, "epoch": 1, "validation_loss": {content}}}')
+    found = run.list_checkpoints()
+    assert [saved.validation_loss for saved in found] == [None, 0.5, None]
+    assert [saved.best for saved in found] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        '{"step": null, "epoch": 1}',
+        '{"step": 1e400, "epoch": 1}',
+        '{"step": "x", "epoch": 1}',
+        "[]",
+        "{",
+        "[" * 100_000,
+    ],
+)
 def test_a_damaged_checkpoint_does_not_hide_the_whole_ones(state: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for name, content in (("step-000001", '{"step": 1, "epoch": 1}'), ("step-000002", state)):

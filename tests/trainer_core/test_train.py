@@ -31,7 +31,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
             (group,) = self.param_groups
             seen.append({str(i): p.grad.clone() for i, p in enumerate(group["params"])})
 
-    monkeypatch.setattr(optim, "make_optimizer", lambda parameters, *rest: Recording(parameters, lr=1.0))
+    monkeypatch.setattr(optim, "make_optimizer", lambda trained, *rest: Recording(trained.values(), lr=1.0))
     monkeypatch.setattr(training_loop, "clip_grads_with_norm_", lambda *arguments: None)
     return seen
 
@@ -267,9 +267,9 @@ def test_weights_that_are_no_longer_finite_are_not_saved(
     parameters: list[torch.nn.Parameter] = []
     honest = optim.make_optimizer
 
-    def make_optimizer(given: Any, *rest: Any) -> torch.optim.Optimizer:
-        parameters.extend(given)
-        return honest(parameters, *rest)
+    def make_optimizer(trained: dict[str, torch.nn.Parameter], *rest: Any) -> torch.optim.Optimizer:
+        parameters.extend(trained.values())
+        return honest(trained, *rest)
 
     def spoil(run: RunDir, event: Event) -> None:
         if isinstance(event, Step) and event.step == 6:
@@ -367,8 +367,9 @@ def test_adapter_and_optimizer_are_fp32_in_every_precision(
         hardware={"precision": options["precision"]},
     )
     assert finished.reason == "completed"
-    (group,) = made[0].param_groups
-    assert {parameter.dtype for parameter in group["params"]} == {torch.float32}
+    parameters = [parameter for group in made[0].param_groups for parameter in group["params"]]
+    assert len(parameters) == len(weights(run, "step-000006"))
+    assert {parameter.dtype for parameter in parameters} == {torch.float32}
     state = [value for values in made[0].state.values() for value in values.values()]
     assert {value.dtype for value in state if isinstance(value, Tensor)} == {torch.float32}
     assert {tensor.dtype for tensor in weights(run, "step-000006").values()} == {torch.float32}
@@ -377,19 +378,46 @@ def test_adapter_and_optimizer_are_fp32_in_every_precision(
     assert (started.base_dtype, started.adapter) == (options.get("base_dtype", "fp32"), kind)
 
 
-def test_a_base_in_bf16_learns_the_very_same(tmp_path: Path) -> None:
-    """Only weights that autocast rounds to bf16 anyway are kept so."""
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_a_base_in_bf16_learns_the_very_same(kind: str, tmp_path: Path) -> None:
+    """Only weights that autocast rounds to bf16 anyway are kept so; a DoRA's norms see the rounding."""
     learned = []
     for base_dtype in ("fp32", "bf16"):
         run, events, _ = run_training(
             tmp_path / base_dtype,
-            start_from=str(FIXTURE / "adapter"),
+            adapter={"type": kind, "decompose_factor": 4},
             model={"base_dtype": base_dtype},
             hardware={"precision": "bf16-mixed"},
         )
         learned.append(([step.loss for step in steps(events)], weights(run, "step-000006")))
-    assert learned[0][0] == learned[1][0]
-    assert all(torch.equal(tensor, learned[1][1][name]) for name, tensor in learned[0][1].items())
+    (losses, saved), (losses_bf16, saved_bf16) = learned
+    if kind == "dora":
+        assert losses == pytest.approx(losses_bf16, rel=1e-4)
+        assert all(torch.allclose(tensor, saved_bf16[name], rtol=0.01, atol=1e-3) for name, tensor in saved.items())
+    else:
+        assert losses == losses_bf16
+        assert all(torch.equal(tensor, saved_bf16[name]) for name, tensor in saved.items())
+
+
+def test_a_validation_that_is_not_finite_is_no_number_and_never_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = objective.sample_losses
+    measured = 0
+
+    def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
+        nonlocal measured
+        measured += not torch.is_grad_enabled()
+        losses = honest(prediction, latents, noise)
+        return losses if torch.is_grad_enabled() or measured > training_loop.VALIDATION_DRAWS else losses * torch.nan
+
+    monkeypatch.setattr(objective, "sample_losses", sample_losses)
+    options = {"epochs": 2, "save_every_epochs": 1}
+    run, events, _ = run_training(tmp_path, dataset={"validation_fraction": 0.2}, training=options)
+    assert [math.isnan(event.loss or 0) for event in of_kind(events, Validation)] == [True, False]
+    first, second = run.list_checkpoints()
+    assert (first.validation_loss, first.best, second.best) == (None, False, True)
+    assert "NaN" not in (run.checkpoints / first.name / "state.json").read_text()
 
 
 def test_a_bad_window_leaves_weights_optimizer_and_schedule_bit_identical(

@@ -61,7 +61,6 @@ def test_the_form_to_continue_is_filled_in_with_the_chosen_checkpoint(shared_ser
     assert http.get(f"/runs/new?resume={stopped.id}&checkpoint=../../x").status_code == 404
     assert http.get("/runs/new?resume=no-such-run").status_code == 404
     assert http.post("/runs/no-such-run/resume").status_code == 404
-    assert http.post(f"/runs/{stopped.id}/resume", data={"checkpoint": "step-000009"}).status_code == 404
 
 
 def test_settings_used_again_do_not_continue_the_run(shared_server: Server, stopped: RunDir) -> None:
@@ -76,6 +75,21 @@ def test_a_run_without_a_checkpoint_can_not_be_continued(shared_server: Server) 
     answer = shared_server.http.post(f"/runs/{run.id}/resume")
     assert answer.status_code == 409
     assert "no checkpoint to continue from" in answer.text
+
+
+def test_a_run_that_ended_before_its_own_checkpoint_takes_its_parents_up_again(
+    shared_server: Server, stopped: RunDir
+) -> None:
+    parent = str(stopped.checkpoints / "step-000004")
+    child = make_run(shared_server.home, resume_from=parent)
+    child.log.touch()
+    child.exit_status.write_text("-9")
+    page = shared_server.http.get(f"/runs/new?resume={child.id}").text
+    assert f'name="resume_from" type="text" value="{parent}"' in page
+    stopped.delete()
+    answer = shared_server.http.post(f"/runs/{child.id}/resume")
+    assert answer.status_code == 422
+    assert f"There is no folder {parent}." in answer.text
 
 
 def test_an_adapter_from_elsewhere_is_named_by_its_folder(shared_server: Server) -> None:
@@ -97,12 +111,18 @@ def test_a_folder_that_is_none_is_refused_at_its_field(field: str, source: str, 
 
 def test_the_best_checkpoint_by_validation_is_marked(shared_server: Server) -> None:
     run = make_run(shared_server.home)
-    for step, loss in ((1, 0.5), (2, 0.25), (3, None), (10, 0.25)):
+    for step, loss in ((1, float("nan")), (2, 0.25), (3, None), (4, "x"), (10, 0.25)):
         folder = Path(run.checkpoints / f"step-{step:06d}")
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": step, "epoch": 1, "validation_loss": loss}))
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (folder / name).touch()
     found = shared_server.http.get(f"/api/runs/{run.id}").json()["checkpoints"]
-    assert [(saved["step"], saved["best"]) for saved in found] == [(1, False), (2, True), (3, False), (10, False)]
+    assert [(saved["step"], saved["best"]) for saved in found] == [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, False),
+        (10, False),
+    ]
     assert not any(saved["resumable"] for saved in found)
