@@ -39,6 +39,10 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     Raises SourceError or HardwareError for what the person can mend, CheckpointError or OSError when a save fails.
     """
+
+    def warn(message: str) -> None:
+        emit(Warning(message=message))
+
     # Setup
     training = config.training
     device, number_format = precision.choose(config.hardware, config.model.base_dtype)
@@ -57,19 +61,17 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     dataset.check_width([*samples, *held_out], base.condition_width)
     dataset.check_variant(config.dataset.source, base.variant)
     if base.null_condition is None and objective.wanted_dropout(base.variant, training):
-        emit(Warning(message="This model folder has no null_condition_emb: training without condition dropout."))
+        warn("This model folder has no null_condition_emb: training without condition dropout.")
 
     transformer = base.transformer
     fabric.seed_everything(training.seed, verbose=False)
     adapted_modules = adapter.inject(transformer, config.adapter)
     if config.adapter.type == "lokr" and (whole := adapter.idle_rank(transformer)):
-        emit(
-            Warning(
-                message=f"Rank {config.adapter.rank} has no effect on the size of {whole} of {adapted_modules} "
-                "modules, only on their strength (alpha / rank): with a Kronecker factor of "
-                f"{config.adapter.decompose_factor} both matrices are whole there. Another factor (8 suits most) or a "
-                "lower rank gives it one."
-            )
+        warn(
+            f"Rank {config.adapter.rank} has no effect on the size of {whole} of {adapted_modules} "
+            "modules, only on their strength (alpha / rank): with a Kronecker factor of "
+            f"{config.adapter.decompose_factor} both matrices are whole there. Another factor (8 suits most) or a "
+            "lower rank gives it one."
         )
     if training.gradient_checkpointing:
         precision.check_checkpointing(device, config.adapter)
@@ -83,18 +85,14 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     warmup_steps = training.warmup_steps
     if warmup_steps >= total_steps:
         warmup_steps = total_steps // 10
-        emit(
-            Warning(
-                message=f"A warm-up of {training.warmup_steps} steps is not shorter than the run of {total_steps}; "
-                f"warming up for {warmup_steps} instead."
-            )
+        warn(
+            f"A warm-up of {training.warmup_steps} steps is not shorter than the run of {total_steps}; "
+            f"warming up for {warmup_steps} instead."
         )
     if training.optimizer == "prodigy" and training.learning_rate < 0.1:
-        emit(
-            Warning(
-                message=f"Prodigy multiplies the rate it finds by the learning rate; at {training.learning_rate:g} it "
-                "will hardly move. 1 is usual."
-            )
+        warn(
+            f"Prodigy multiplies the rate it finds by the learning rate; at {training.learning_rate:g} it "
+            "will hardly move. 1 is usual."
         )
     optimizer = optim.make_optimizer(trained, training, fabric.device)
     module, stepper = fabric.setup(transformer, optimizer)
@@ -107,6 +105,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     first_epoch = 1
     position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
     validation_loss, validation_step = math.nan, 0
+    matched = cast = 0
     if config.start_from:
         folder = origin.find_adapter(Path(config.start_from))
         matched, cast = adapter.load(transformer, folder)
@@ -148,16 +147,14 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             )
         )
         if cast_states:
-            emit(Warning(message=f"{cast_states} of {states} optimizer tensors were in half precision; cast to fp32."))
+            warn(f"{cast_states} of {states} optimizer tensors were in half precision; cast to fp32.")
         if (resumed.device, resumed.precision) != (device, number_format):
-            emit(
-                Warning(
-                    message=f"The run was on {resumed.device} with {resumed.precision} and continues on {device} with "
-                    f"{number_format}: rightly, but not bit for bit as it would have there."
-                )
+            warn(
+                f"The run was on {resumed.device} with {resumed.precision} and continues on {device} with "
+                f"{number_format}: rightly, but not bit for bit as it would have there."
             )
-    if (config.start_from or resumed) and cast:
-        emit(Warning(message=f"{cast} of {matched} adapter tensors were not in fp32; cast to it."))
+    if cast:
+        warn(f"{cast} of {matched} adapter tensors were not in fp32; cast to it.")
     scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
 
     emit(
@@ -214,7 +211,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             validation_loss, validation_step = torch.cat(losses).mean().item(), step
             emit(Validation(step=step, epoch=epoch, loss=validation_loss))
         else:
-            emit(Warning(message=f"Stopped while validating: epoch {epoch} has no validation loss."))
+            warn(f"Stopped while validating: epoch {epoch} has no validation loss.")
 
     def save() -> None:
         nonlocal saved_step

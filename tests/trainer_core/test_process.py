@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,48 +37,47 @@ def outcome(process: "subprocess.Popen[str]") -> tuple[int, str]:
     return process.returncode, printed
 
 
-def test_a_run_completes_and_a_folder_is_used_once(tmp_path: Path) -> None:
+def test_a_run_completes_and_a_folder_is_used_once(
+    tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path)
-    status, printed = outcome(start(run))
-    assert status == 0, printed
-    assert "Trained 6 steps" in printed
+    monkeypatch.setattr(sys, "argv", ["trainer", str(run.path)])
+    assert main() == 0
+    assert "Trained 6 steps" in capsys.readouterr().out
     events = read_events(run)
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
     assert events[-1]["type"] == "finished"
     assert run.status() == "completed"
 
     before = run.events.read_bytes()
-    status, printed = outcome(start(run))
-    assert status != 0
-    assert "has run before" in printed
+    with pytest.raises(SystemExit):
+        main()
+    assert "has run before" in capsys.readouterr().err
     assert run.events.read_bytes() == before
 
 
-def test_two_processes_never_train_one_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, training=LONG)
-    first = start(run)
-    wait_for(lambda: read_events(run, "step"), "a step")
-    status, printed = outcome(start(run))
-    assert status != 0
-    assert "being trained by another process" in printed
-    assert run.status() == "running"
-    run.request_stop()
-    assert outcome(first)[0] == 0
-    events = read_events(run)
-    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+def test_a_run_that_another_process_trains_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with run.lock():
+        status, printed = outcome(start(run))
+        assert status != 0
+        assert "being trained by another process" in printed
+        assert not run.events.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_saves_and_stops(number: signal.Signals, tmp_path: Path) -> None:
-    run = make_run(tmp_path, training=LONG)
-    process = start(run)
-    wait_for(lambda: read_events(run, "step"), "a step")
-    process.send_signal(number)
-    status, printed = outcome(process)
-    assert status == 0, printed
-    assert run.status() == "stopped"
-    (saved,) = run.list_checkpoints()
-    assert saved.step == read_events(run, "step")[-1]["step"] == read_events(run, "finished")[0]["step"]
+def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
+    """Both signals, to two trainers side by side."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    runs = [make_run(tmp_path, training=LONG) for _ in numbers]
+    processes = [start(run) for run in runs]
+    for run, process, number in zip(runs, processes, numbers, strict=True):
+        wait_for(partial(read_events, run, "step"), "a step", 60)
+        process.send_signal(number)
+        status, printed = outcome(process)
+        assert status == 0, printed
+        assert run.status() == "stopped"
+        (saved,) = run.list_checkpoints()
+        assert saved.step == read_events(run, "step")[-1]["step"] == read_events(run, "finished")[0]["step"]
 
 
 @pytest.mark.parametrize(
