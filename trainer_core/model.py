@@ -33,6 +33,17 @@ RENAMED = (
 )
 DIT_PREFIX = "decoder."
 NULL_CONDITION = "null_condition_emb"
+# What of a config decides the results but is in no weight's shape.
+COMPUTED_WITH = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "patch_size",
+    "rope_theta",
+    "rms_norm_eps",
+    "sliding_window",
+    "layer_types",
+)
 OTHER_PARTS = ("encoder.", "tokenizer.", "detokenizer.")
 
 # All of a hub repository that training reads, in either layout.
@@ -60,7 +71,7 @@ class LoadedModel:
 
     def fingerprint(self) -> str:
         """A name for all that decides what an adapter learns from this model: weights, shape, objective."""
-        config = {key: value for key, value in sorted(self.transformer.config.items()) if not key.startswith("_")}
+        config = [self.transformer.config[key] for key in COMPUTED_WITH]
         described = f"{config} {self.variant} {self.timestep_mu} {self.timestep_sigma}"
         null_condition = torch.empty(0) if self.null_condition is None else self.null_condition
         tensors = [*self.transformer.state_dict().items(), (described, null_condition)]
@@ -115,11 +126,6 @@ def load(
         raise SourceError(
             f"The weights in {files.weights[0].parent} are not those of the model its config.json describes: "
             f"{differences}. Download the model again."
-        )
-    if null_condition is None and (files.layout == "original" or files.condition_weights):
-        raise SourceError(
-            f"The weights in {files.config.parent} have no {NULL_CONDITION}, which every ACE-Step 1.5 model has. "
-            "Download the model again."
         )
     transformer.load_state_dict(weights, strict=True, assign=True)
     transformer.requires_grad_(False)

@@ -16,6 +16,15 @@ from trainer_core.sources import SourceError, plain, read_json, shorten
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILES = ("state.safetensors", "state.json")
 
+ODD_OPTIONS = (
+    "alpha_pattern",
+    "rank_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",
+    "arrow_config",
+)
+
 # What may differ between a run and the run that continues it: places, which fingerprints make up for, and what
 # changes no update or only its rounding. The number of epochs changes the schedule, which is planned again.
 MAY_DIFFER = (
@@ -79,7 +88,7 @@ class TrainingState(BaseModel):
     device: str
     precision: str
     base_model: str
-    """Fingerprint of the frozen weights."""
+    """`LoadedModel.fingerprint`."""
     dataset: str
     """Fingerprint of the samples."""
     optimizer: OptimizerState
@@ -173,8 +182,12 @@ def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
     kind = {"LORA": "dora" if found.get("use_dora") else "lora", "LOKR": "lokr"}.get(str(found.get("peft_type")))
     if kind is None:
         raise SourceError(f"{folder} holds a {found.get('peft_type')} adapter; this takes LoRA, DoRA and LoKr.")
-    odd = [key for key in ("alpha_pattern", "rank_pattern", "modules_to_save", "fan_in_fan_out") if found.get(key)]
-    if odd or found.get("bias") not in (None, "none"):
+    # PEFT's options that change what the same weights mean.
+    odd = [key for key in ODD_OPTIONS if found.get(key)]
+    odd += [
+        key for key in ("init_lora_weights", "init_weights") if found.get(key, True) not in (True, False, "gaussian")
+    ]
+    if odd or found.get("bias", "none") != "none":
         raise SourceError(f"{folder} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train.")
     alpha: Literal["alpha", "lora_alpha"] = "alpha" if kind == "lokr" else "lora_alpha"
     theirs = {"type": kind, "rank": found.get("r"), "alpha": found.get(alpha)}
@@ -183,7 +196,7 @@ def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
     else:
         theirs["rank_stabilized"] = bool(found.get("use_rslora"))
     for key in ("r", alpha):
-        if not isinstance(found.get(key), int) or isinstance(found[key], bool):
+        if not isinstance(found.get(key), int | float) or isinstance(found[key], bool):
             raise SourceError(f"{folder / ADAPTER_FILES[0]}: {key} is {plain(repr(found.get(key)), 50)}, not a number.")
     ours = config.adapter.model_dump()
     return {

@@ -45,6 +45,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     # Setup
     training = config.training
+    if problems := origin.check(config):
+        raise SourceError(" ".join(problems.values()))
     device, number_format = precision.choose(config.hardware, config.model.base_dtype)
     fabric = precision.make_fabric(device, number_format)
     resumed = origin.read_state(Path(config.resume_from)) if config.resume_from else None
@@ -61,7 +63,10 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     dataset.check_width([*samples, *held_out], base.condition_width)
     dataset.check_variant(config.dataset.source, base.variant)
     if base.null_condition is None and objective.wanted_dropout(base.variant, training):
-        warn("This model folder has no null_condition_emb: training without condition dropout.")
+        warn(
+            "This model folder has no null_condition_emb: training without condition dropout. Guidance may be weak "
+            "with the adapter; downloading the model again may help."
+        )
 
     transformer = base.transformer
     fabric.seed_everything(training.seed, verbose=False)
@@ -136,6 +141,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         step = resumed.step  # not saved_step: this run's folder has no checkpoint yet
         first_epoch = resumed.epochs_done + 1
         consecutive_skips = resumed.consecutive_skips
+        if resumed.validation_loss is not None:
+            validation_loss, validation_step = resumed.validation_loss, step
         if resumed.position < resumed.samples:
             position, loss_sum, loss_samples = resumed.position, resumed.loss_sum, resumed.loss_samples
             updates, skipped = resumed.updates, resumed.skipped
@@ -292,14 +299,18 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 optimizer.zero_grad()
                 skipped += 1
                 consecutive_skips += 1
+                if bad:
+                    reason = "non-finite gradients"
+                else:
+                    reason = "gradients too large for fp32" if math.isfinite(loss_value) else "non-finite loss"
                 emit(
                     Skipped(
                         step=step + 1,
                         epoch=epoch,
-                        reason="non-finite gradients" if bad else "non-finite loss",
+                        reason=reason,
                         nonfinite_tensors=len(bad),
                         total_tensors=len(trained),
-                        names=[model.to_original(name) for name in bad[:3]],
+                        names=[adapter.saved_name(name).removeprefix(adapter.PEFT_PREFIX) for name in bad[:3]],
                     )
                 )
                 if consecutive_skips < training.max_consecutive_skips:

@@ -122,8 +122,6 @@ def test_decay_does_not_pull_a_doras_magnitudes_towards_zero(optimizer: str) -> 
     made = make_optimizer(trained, config, CPU)
     for weight in trained.values():
         weight.grad = torch.full_like(weight, 1e-30)
-    made.step()
-    moved = {name: (weight.detach().flatten()[0]).item() for name, weight in trained.items()}
     decays = {
         name: group["weight_decay"]
         for group in made.param_groups
@@ -132,5 +130,6 @@ def test_decay_does_not_pull_a_doras_magnitudes_towards_zero(optimizer: str) -> 
     }
     assert decays == {"layer.lora_B": 0.5, "layer.lora_magnitude_vector": 0.0}
     if optimizer == "adamw":
-        assert moved["layer.lora_B"] == pytest.approx(0.5, abs=1e-3)
-        assert moved["layer.lora_magnitude_vector"] == pytest.approx(2, abs=1e-3)
+        made.step()
+        moved = {name: weight.detach().flatten()[0].item() for name, weight in trained.items()}
+        assert moved == pytest.approx({"layer.lora_B": 0.5, "layer.lora_magnitude_vector": 2}, abs=1e-3)

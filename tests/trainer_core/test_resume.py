@@ -124,6 +124,12 @@ def test_state_as_8_bit_adamw_keeps_it_resumes_exactly(tmp_path: Path, monkeypat
                     with torch.no_grad():
                         parameter -= group["lr"] * momentum / state["step"]
 
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            (group,) = self.param_groups
+            for parameter, state in zip(group["params"], state_dict["state"].values(), strict=True):
+                assert state["state1"].dtype == torch.uint8
+                self.state[parameter] = state
+
         def state_dict(self) -> dict[str, Any]:
             found = super().state_dict()
             found["state"] = {index: {"nested": values} for index, values in found["state"].items()}
@@ -213,21 +219,29 @@ def test_a_validation_that_a_stop_interrupted_is_made_up_for(tmp_path: Path) -> 
 
 def test_a_resumed_run_that_is_stopped_at_once_has_the_checkpoint_itself(tmp_path: Path) -> None:
     """G7: its parent may be deleted."""
-    straight, events, _ = run_training(tmp_path / "straight", **settings())
-    parent, first, _ = run_training(tmp_path / "parent", stop_at(3), **settings())
+    validated = settings(dataset={"validation_fraction": 0.2}, training={"gradient_accumulation": 4})
+    straight, events, _ = run_training(tmp_path / "straight", **validated)
+
+    def stop_after_the_first_checkpoint(run: RunDir, event: Event) -> None:
+        if isinstance(event, Validation):
+            run.stop.touch()
+
+    parent, first, _ = run_training(tmp_path / "parent", stop_after_the_first_checkpoint, **validated)
 
     def stop_before_the_first_step(run: RunDir, event: Event) -> None:
         if isinstance(event, Started):
             run.stop.touch()
 
-    resumed = settings(resume_from=checkpoint_of(parent, 3))
+    resumed = validated | {"resume_from": checkpoint_of(parent, 1)}
     child, _, finished = run_training(tmp_path / "child", stop_before_the_first_step, **resumed)
-    assert (finished.reason, finished.step) == ("stopped", 3)
-    assert finished.message == "Stopped after step 3 of 6; checkpoint saved."
+    assert (finished.reason, finished.step) == ("stopped", 1)
+    assert finished.message == "Stopped after step 1 of 2; checkpoint saved."
+    assert child.list_checkpoints() == parent.list_checkpoints()
+    assert child.list_checkpoints()[0].validation_loss is not None
     parent.delete()
-    grandchild, rest, _ = run_training(tmp_path, **settings(resume_from=checkpoint_of(child, 3)))
+    grandchild, rest, _ = run_training(tmp_path, **validated | {"resume_from": checkpoint_of(child, 1)})
     assert told(first) + told(rest) == told(events)
-    assert_same(contents(grandchild, 6), contents(straight, 6))
+    assert_same(contents(grandchild, 2), contents(straight, 2))
 
 
 def test_the_parents_files_are_untouched(tmp_path: Path) -> None:
@@ -279,6 +293,8 @@ def test_nothing_left_to_do_is_refused_at_the_field(stopped: RunDir, tmp_path: P
         "Give more than 2 to train on."
     }
     assert set(problems(training={"epochs": 1}, resume_from=checkpoint_of(stopped, 4))) == {"training.epochs"}
+    with pytest.raises(SourceError, match="nothing is left to do"):  # the trainer looks for itself
+        run_training(tmp_path, **settings(resume_from=checkpoint_of(whole, 6)))
 
 
 def test_other_settings_are_refused_each_at_its_field(copy: Path) -> None:
@@ -488,7 +504,10 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     assert "holds a IA3 adapter; this takes LoRA, DoRA and LoKr" in problems(start_from=str(folder))["start_from"]
 
 
-@pytest.mark.parametrize("odd", [{"alpha_pattern": {"q_proj": 64}}, {"modules_to_save": ["norm"]}, {"bias": "all"}])
+@pytest.mark.parametrize(
+    "odd",
+    [{"alpha_pattern": {"q_proj": 64}}, {"modules_to_save": ["norm"]}, {"bias": "all"}, {"init_lora_weights": "pissa"}],
+)
 def test_an_adapter_with_more_than_descant_trains_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
     """E2: its strength would be another."""
     folder = Path(shutil.copytree(FIXTURE / "adapter", tmp_path / "odd"))

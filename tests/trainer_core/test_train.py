@@ -3,11 +3,13 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 from tests.conftest import FIXTURE
@@ -73,20 +75,24 @@ def mean(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([one[key] for one in gradients]).mean(dim=0) for key in gradients[0]}
 
 
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), (2, 2), (4, 1), (2, 1), (1, 1), (4, 8)])
+@pytest.mark.parametrize(
+    ("count", "batch_size", "accumulation"),
+    [(5, 1, 4), (4, 1, 4), (8, 1, 4), (5, 2, 2), (5, 4, 1), (5, 2, 1), (5, 1, 1), (2, 4, 8)],
+)
 def test_every_update_is_the_plain_mean_over_its_own_samples(
-    batch_size: int, accumulation: int, tmp_path: Path, captured: list[dict[str, Tensor]]
+    count: int, batch_size: int, accumulation: int, tmp_path: Path, captured: list[dict[str, Tensor]]
 ) -> None:
-    """B1, B4: five samples of unlike lengths; the last window is shorter and divides by its own size."""
+    """B1, B4: samples of unlike lengths; the last window may be shorter and divides by its own size."""
+    source = write_samples(tmp_path / "tensors", [(20 + 7 * number, 3 + number) for number in range(count)])
     options = {"batch_size": batch_size, "gradient_accumulation": accumulation, "epochs": 2}
-    run, events, finished = run_training(tmp_path, training=options)
+    run, events, finished = run_training(tmp_path, dataset={"source": source}, training=options)
     window = batch_size * accumulation
     expected = [
         mean(of_epoch[start : start + window])
         for of_epoch in sample_gradients(run, epochs=2, window=window)
-        for start in range(0, 5, window)
+        for start in range(0, count, window)
     ]
-    assert len(captured) == len(expected) == len(steps(events)) == finished.step == 2 * math.ceil(5 / window)
+    assert len(captured) == len(expected) == len(steps(events)) == finished.step == 2 * math.ceil(count / window)
     for update, wanted in zip(captured, expected, strict=True):
         for key in wanted:
             assert torch.allclose(update[key], wanted[key], rtol=1e-4, atol=1e-7)
@@ -96,23 +102,11 @@ def test_what_a_sample_contributes_does_not_depend_on_what_it_is_batched_with(
     tmp_path: Path, captured: list[dict[str, Tensor]]
 ) -> None:
     """Two samples of one shape, which are computed at once, one of 12 frames and one of 600."""
-    folder = tmp_path / "tensors"
-    folder.mkdir()
-    torch.manual_seed(0)
-    for name, frames, tokens in (("a", 40, 9), ("b", 40, 9), ("c", 12, 3), ("d", 600, 80)):
-        torch.save(
-            {
-                "target_latents": torch.randn(frames, 64),
-                "context_latents": torch.randn(frames, 128),
-                "encoder_hidden_states": torch.randn(tokens, 64),
-                "encoder_attention_mask": torch.ones(tokens),
-            },
-            folder / f"{name}.pt",
-        )
+    source = write_samples(tmp_path / "tensors", [(40, 9), (40, 9), (12, 3), (600, 80)])
     updates = []
     for batch_size in (1, 2, 4):
         options = {"batch_size": batch_size, "gradient_accumulation": 4 // batch_size, "epochs": 2}
-        _, events, _ = run_training(tmp_path, dataset={"source": str(folder)}, training=options)
+        _, events, _ = run_training(tmp_path, dataset={"source": source}, training=options)
         updates.append([(step.loss, seen) for step, seen in zip(steps(events), captured, strict=True)])
         captured.clear()
     assert [len(each) for each in updates] == [2, 2, 2]
@@ -155,19 +149,37 @@ def test_a_constant_loss_reads_the_same_whatever_the_accumulation(
     assert {event.loss for event in events if isinstance(event, Epoch)} == {2.0}
 
 
+def write_samples(folder: Path, shapes: list[tuple[int, int]]) -> str:
+    """A data set of made-up samples with these frames and condition tokens."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    for number, (frames, tokens) in enumerate(shapes):
+        tensors = {
+            "target_latents": torch.randn(frames, 64),
+            "context_latents": torch.randn(frames, 128),
+            "encoder_hidden_states": torch.randn(tokens, 64),
+            "encoder_attention_mask": torch.ones(tokens),
+        }
+        torch.save(tensors, folder / f"{number:03d}.pt")
+    return str(folder)
+
+
 def test_the_schedule_counts_updates_and_the_announced_total_is_the_real_one(tmp_path: Path) -> None:
-    """B3: 5 samples, accumulation 2: 3 updates an epoch, 12 in all."""
-    options = {"epochs": 4, "gradient_accumulation": 2, "warmup_steps": 3, "learning_rate": 0.01}
-    _, events, finished = run_training(tmp_path, training=options)
-    (started,) = [event for event in events if isinstance(event, Started)]
+    """B3: 103 samples, accumulation 4: 26 updates an epoch, 78 in all, the last of each epoch over 3 samples."""
+    source = write_samples(tmp_path / "tensors", [(4, 1)] * 103)
+    options = {"epochs": 3, "gradient_accumulation": 4, "warmup_steps": 10, "learning_rate": 0.01}
+    small = {"targets": ["layers.3.mlp.down_proj"]}  # little to compute
+    _, events, finished = run_training(tmp_path, dataset={"source": source}, adapter=small, training=options)
+    (started,) = of_kind(events, Started)
     rates = [step.learning_rate for step in steps(events)]
-    assert [step.step for step in steps(events)] == list(range(1, 13))
-    assert [step.epoch for step in steps(events)] == [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
-    assert started.total_steps == finished.step == 12
-    assert rates[2] == max(rates) == 0.01
-    assert rates[-1] == min(rates[2:]) == pytest.approx(0.01 * FINAL_FACTOR)
+    assert [step.step for step in steps(events)] == list(range(1, 79))
+    assert [step.epoch for step in steps(events)] == [1] * 26 + [2] * 26 + [3] * 26
+    assert started.total_steps == finished.step == 78
+    assert [step for step, rate in enumerate(rates, start=1) if rate == max(rates)] == [10]
+    assert rates[9] == 0.01
+    assert rates[-1] == min(rates[9:]) == pytest.approx(0.01 * FINAL_FACTOR)
     assert finished.reason == "completed"
-    assert finished.message == "Trained 12 steps in 4 epochs on 5 samples."
+    assert finished.message == "Trained 78 steps in 3 epochs on 103 samples."
 
 
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said(tmp_path: Path) -> None:
@@ -218,6 +230,63 @@ def test_one_bad_window_is_skipped_and_training_goes_on(tmp_path: Path, monkeypa
     assert [step.learning_rate for step in steps(events)] == pytest.approx(expected)
     assert all(tensor.isfinite().all() for tensor in weights(run, "step-000004").values())
     assert finished.reason == "completed"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "tensors"),
+    [
+        (lambda losses: losses + torch.inf, "non-finite loss", 0),  # its gradients are finite
+        (lambda losses: losses * 1e24, "gradients too large for fp32", 0),  # finite, but not their norm
+        (lambda losses: losses * torch.nan, "non-finite gradients", 64),
+    ],
+)
+def test_whatever_is_not_finite_makes_a_bad_window_and_is_called_what_it_is(
+    spoil: Callable[[Tensor], Tensor], reason: str, tensors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    honest = objective.sample_losses
+
+    def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        losses = honest(prediction, latents, noise)
+        return spoil(losses) if calls == 2 else losses
+
+    monkeypatch.setattr(objective, "sample_losses", sample_losses)
+    _, events, finished = run_training(tmp_path, training={"epochs": 1, "gradient_accumulation": 1})
+    (skipped,) = of_kind(events, Skipped)
+    assert (skipped.step, skipped.reason, skipped.nonfinite_tensors) == (2, reason, tensors)
+    assert (finished.reason, finished.step) == ("completed", 4)
+
+
+def test_one_infinite_gradient_in_one_tensor_is_enough_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A3: the loss is finite."""
+    honest = optim.make_optimizer
+    calls = 0
+
+    def spoil(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient.index_fill(0, torch.tensor([0]), torch.inf) if calls == 2 else gradient
+
+    def make_optimizer(trained: dict[str, torch.nn.Parameter], *rest: Any) -> torch.optim.Optimizer:
+        trained["layers.1.cross_attn.to_v.lora_B.default.weight"].register_hook(spoil)  # type: ignore[no-untyped-call]
+        return honest(trained, *rest)
+
+    monkeypatch.setattr(optim, "make_optimizer", make_optimizer)
+    run, events, finished = run_training(tmp_path, training={"epochs": 1, "gradient_accumulation": 1})
+    (skipped,) = of_kind(events, Skipped)
+    assert (skipped.step, skipped.reason, skipped.nonfinite_tensors, skipped.total_tensors) == (
+        2,
+        "non-finite gradients",
+        1,
+        64,
+    )
+    assert skipped.names == ["layers.1.cross_attn.v_proj.lora_B.weight"]
+    assert finished.step == 4
+    assert all(tensor.isfinite().all() for tensor in weights(run, "step-000004").values())
 
 
 def test_an_epoch_of_bad_windows_aborts_and_keeps_earlier_checkpoints(
@@ -343,10 +412,18 @@ def test_checkpoints_come_every_so_many_epochs_and_at_the_end_once(tmp_path: Pat
 
 def test_a_model_without_null_condition_trains_without_dropping_it_and_says_so(tmp_path: Path) -> None:
     model.load(str(FIXTURE / "checkpoint")).transformer.save_pretrained(tmp_path / "transformer")
-    _, events, finished = run_training(tmp_path, model={"source": str(tmp_path / "transformer")})
-    assert finished.reason == "completed"
-    (warning,) = of_kind(events, Warning)
-    assert "without condition dropout" in warning.message
+    original = Path(shutil.copytree(FIXTURE / "checkpoint", tmp_path / "original"))
+    kept = {n: t for n, t in load_file(original / "model.safetensors").items() if n != "null_condition_emb"}
+    save_file(kept, original / "model.safetensors")
+    for source in (tmp_path / "transformer", original):
+        _, events, finished = run_training(tmp_path, model={"source": str(source)})
+        assert finished.reason == "completed"
+        (warning,) = of_kind(events, Warning)
+        assert "without condition dropout" in warning.message
+    turbo = {"source": str(original), "variant": "turbo"}
+    assert of_kind(run_training(tmp_path, model=turbo)[1], Warning) == []
+    dropping = run_training(tmp_path, model=turbo, training={"condition_dropout": 0.4})[1]
+    assert "without condition dropout" in of_kind(dropping, Warning)[0].message
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
