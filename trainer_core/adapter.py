@@ -1,6 +1,5 @@
 """The adapter: PEFT layers injected in place into the transformer, and their tensors under ACE-Step's names."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,42 +14,12 @@ from torch.nn import Parameter
 
 from trainer_core import matching
 from trainer_core.config import AdapterConfig
-from trainer_core.model import to_diffusers, to_original
+from trainer_core.naming import check_targets, module_names, to_original
 from trainer_core.origin import ADAPTER_FILES
 from trainer_core.sources import SourceError, shorten
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-GROUPS = {
-    "self_attention": tuple(f"self_attn.{name}" for name in ATTENTION),
-    "cross_attention": tuple(f"cross_attn.{name}" for name in ATTENTION),
-    "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-}
-"""Targets that stand for several modules, as diffusers names those."""
 PEFT_PREFIX = "base_model.model."
 PARAMETER_PREFIXES = ("lora_", "lokr_")
-
-
-def module_names(target: str) -> tuple[str, ...]:
-    """What a target stands for: the ends of module names as diffusers has them. It may be one of GROUPS, or ACE-Step's
-    or diffusers' own name of a module or its end."""
-    return GROUPS.get(target, (to_diffusers(f".{target}.").strip("."),))
-
-
-def check_targets(transformer: nn.Module, targets: tuple[str, ...]) -> None:
-    """Raise SourceError with what exists, if one of `targets` is no linear layer of `transformer`."""
-    modules = dict(transformer.named_modules())
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    lost = []
-    for target in targets:
-        meant = {name for name in modules for end in module_names(target) if f".{name}".endswith(f".{end}")}
-        if not meant or not meant <= set(linear):
-            lost.append(target)
-    if lost:
-        kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", to_original(f"{name}.")).strip(".") for name in linear)
-        raise SourceError(
-            f"No linear layer of this model is called {shorten(lost)}. Targets are {', '.join(GROUPS)}, and the layers "
-            f"{', '.join(kinds)}; those of a block also with its number, as in layers.0.self_attn.q_proj."
-        )
 
 
 def peft_config(config: AdapterConfig, targets: Iterable[str]) -> PeftConfig:
@@ -82,7 +51,9 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
     Raises SourceError when a target matches nothing.
     """
     remove(transformer)
-    check_targets(transformer, config.targets)
+    modules = dict(transformer.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    check_targets(config.targets, modules, linear)
     names = dict.fromkeys(name for target in config.targets for name in module_names(target))
     inject_adapter_in_model(peft_config(config, names), transformer)
     for name, parameter in transformer.named_parameters():

@@ -104,7 +104,7 @@ class AdapterConfig(Section):
         "lora",
         title="Type",
         description="lora is the most widely supported. dora also learns each output's magnitude: slower, often "
-        "closer. lokr is a Kronecker product: small files.",
+        "closer. lokr is a Kronecker product: small files; it wants a learning rate some ten times as high.",
     )
     rank: int = Field(
         16,
@@ -153,7 +153,7 @@ class AdapterConfig(Section):
 class TrainingConfig(Section):
     """Training"""
 
-    epochs: int = Field(40, ge=1, le=1_000_000, title="Epochs", description="How often every sample is seen.")
+    epochs: int = Field(40, ge=1, le=1_000_000, title="Epochs", description="How often every sample is seen, in all.")
     batch_size: int = Field(
         1,
         ge=1,
@@ -173,8 +173,9 @@ class TrainingConfig(Section):
     optimizer: Literal["adamw", "adafactor", "prodigy", "adamw8bit"] = Field(
         "adamw",
         title="Optimizer",
-        description="adamw suits most. adafactor keeps less state. prodigy (package prodigyopt) finds its own rate: "
-        "set the learning rate to 1. adamw8bit (package bitsandbytes, cuda only) keeps its state in 8 bits.",
+        description="adamw suits most. adafactor keeps less state. prodigy (package prodigyopt) finds its own rate in "
+        "some hundred steps: set the learning rate to 1, the schedule to constant and warm-up to 0. adamw8bit (package "
+        "bitsandbytes, cuda only) keeps its state in 8 bits.",
     )
     learning_rate: float = Field(
         3e-4, gt=0, le=1, title="Learning rate", description="The peak, reached after warm-up."

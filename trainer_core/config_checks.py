@@ -3,11 +3,12 @@
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from trainer_core import origin, sources
+from trainer_core import naming, origin, sources
 from trainer_core.config import RunConfig, allowed, fields
 
 # Optimizers that come in packages of their own.
@@ -52,8 +53,14 @@ def validate(data: dict[str, Any]) -> RunConfig:
 def _contradictions(config: RunConfig) -> dict[str, str]:
     """What is wrong with fields that are each right by themselves."""
     problems = origin.check(config)
+    try:
+        _check_targets(config)
+    except sources.SourceError as error:
+        problems["adapter.targets"] = str(error)
     package = OPTIONAL_PACKAGES.get(config.training.optimizer)
-    if package and not find_spec(package):
+    if config.training.optimizer == "adamw8bit" and config.hardware.device not in ("auto", "cuda"):
+        problems["training.optimizer"] = f"adamw8bit works on cuda only, not on {config.hardware.device}. Use adamw."
+    elif package and not find_spec(package):
         problems["training.optimizer"] = (
             f"{config.training.optimizer} needs the package {package}, which is not installed. Install it with "
             f"{sys.executable} -m pip install {package}, or choose another optimizer."
@@ -63,6 +70,29 @@ def _contradictions(config: RunConfig) -> dict[str, str]:
             f"{config.hardware.precision} was given with base weights in bf16; they go with bf16-mixed, or auto."
         )
     return problems
+
+
+def _check_targets(config: RunConfig) -> None:
+    """Raise SourceError if the model's files have no weight that a target means. A hub id is left to the trainer."""
+    source = config.model.source
+    if sources.is_hub_id(source):
+        return
+    try:
+        files = sources.find_model(sources.DEMO_MODEL if source == sources.DEMO else Path(source))
+        shapes = sources.read_shapes(files.weights)
+    except sources.SourceError:  # said at the model's own field, or by the trainer
+        return
+    if files.layout == "original":
+        shapes = {
+            naming.to_diffusers(name.removeprefix(naming.DIT_PREFIX)): shape
+            for name, shape in shapes.items()
+            if name.startswith(naming.DIT_PREFIX)
+        }
+    linear = {
+        name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2
+    }
+    modules = {name.rsplit(".", count)[0] for name in shapes for count in range(1, name.count(".") + 1)}
+    naming.check_targets(config.adapter.targets, modules, sorted(linear))
 
 
 def _problems(error: ValidationError) -> dict[str, str]:

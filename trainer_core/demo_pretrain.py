@@ -14,7 +14,8 @@ from torch import Generator, Tensor
 from trainer_core import objective
 from trainer_core.config import TrainingConfig
 from trainer_core.demo import BASE_SOUNDS, WIDTH, condition, context, latents
-from trainer_core.model import DIT_PREFIX, NULL_CONDITION, LoadedModel, build, to_original
+from trainer_core.model import NULL_CONDITION, LoadedModel, build
+from trainer_core.naming import DIT_PREFIX, to_original
 from trainer_core.sources import DEMO_MODEL
 
 CONFIG: dict[str, Any] = {

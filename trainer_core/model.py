@@ -16,22 +16,11 @@ from torch import Tensor, nn
 from trainer_core import sources
 from trainer_core.fingerprint import fingerprint, spread
 from trainer_core.matching import mismatch
+from trainer_core.naming import DIT_PREFIX, to_diffusers
 from trainer_core.sources import DEMO, DEMO_MODEL, ModelFiles, SourceError, plain
 
 Variant = Literal["base", "sft", "turbo"]
 
-# (ACE-Step's name, diffusers' name); everything else is called the same (formats.md, section 1).
-RENAMED = (
-    ("proj_in.1.", "proj_in_conv."),
-    ("proj_out.1.", "proj_out_conv."),
-    (".q_proj.", ".to_q."),
-    (".k_proj.", ".to_k."),
-    (".v_proj.", ".to_v."),
-    (".o_proj.", ".to_out.0."),
-    (".q_norm.", ".norm_q."),
-    (".k_norm.", ".norm_k."),
-)
-DIT_PREFIX = "decoder."
 NULL_CONDITION = "null_condition_emb"
 # What of a config decides the results but is in no weight's shape.
 COMPUTED_WITH = (
@@ -82,20 +71,6 @@ class LoadedModel:
         """D, the width of the condition embeddings."""
         config = self.transformer.config
         return int(config.encoder_hidden_size or config.hidden_size)
-
-
-def to_diffusers(name: str) -> str:
-    """ACE-Step's name of a weight (without `decoder.`) as diffusers calls it."""
-    for original, diffusers in RENAMED:
-        name = name.replace(original, diffusers)
-    return name
-
-
-def to_original(name: str) -> str:
-    """The inverse of `to_diffusers`."""
-    for original, diffusers in RENAMED:
-        name = name.replace(diffusers, original)
-    return name
 
 
 def load(

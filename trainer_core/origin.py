@@ -200,7 +200,8 @@ def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
             raise SourceError(f"{folder / ADAPTER_FILES[0]}: {key} is {plain(repr(found.get(key)), 50)}, not a number.")
     ours = config.adapter.model_dump()
     return {
-        f"adapter.{key}": f"{_said(ours[key])} was given, the adapter to start from has {_said(value)}. Set that."
+        f"adapter.{key}": f"{_said(ours[key])} was given, the adapter to start from has {_said(value)}: "
+        f"set {_said(value)}."
         for key, value in theirs.items()
         if ours[key] != value
     }

@@ -14,6 +14,7 @@ from typing import Any, Literal
 DEMO = "demo"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HEADER_BYTES = 100_000_000  # as safetensors itself bounds it
 PATH_SEPARATORS = re.compile(r"[\\/]")
 
 
@@ -131,6 +132,25 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
             f"{shorten(missing)}. Copy them there, or remove the manifest to use the {len(found)} that are."
         )
     return tuple(folder / name for name in wanted)
+
+
+def read_shapes(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """The tensors of safetensors files by name, with their shapes, from the files' headers alone.
+
+    Raises SourceError for what is no such file.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > HEADER_BYTES:
+                    raise ValueError(f"a header of {length} bytes")
+                header = json.loads(file.read(length))
+            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise SourceError(f"{path} can't be read as safetensors. Download the model again.") from error
+    return shapes
 
 
 def read_json(path: Path) -> dict[str, Any]:

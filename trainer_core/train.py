@@ -218,7 +218,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             validation_loss, validation_step = torch.cat(losses).mean().item(), step
             emit(Validation(step=step, epoch=epoch, loss=validation_loss))
         else:
-            warn(f"Stopped while validating: epoch {epoch} has no validation loss.")
+            warn(f"A stop was asked for while validating: epoch {epoch} has no validation loss.")
 
     def save() -> None:
         nonlocal saved_step
@@ -318,7 +318,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 return abort(f"{consecutive_skips} steps in a row {nonfinite_advice(device, number_format)}")
 
             clip_grads_with_norm_(parameters, training.max_grad_norm, total_norm)
-            learning_rate = optimizer.param_groups[0]["lr"]
+            group = optimizer.param_groups[0]
+            learning_rate = group["lr"] * group.get("d", 1.0)  # Prodigy multiplies it by its own estimate
             stepper.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -357,8 +358,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             save()
 
     # Finish
-    since = f", those from {resumed.step + 1} on in this run" if resumed else ""
-    return finish("completed", f"Trained {step} steps in {epoch} epochs on {len(samples)} samples{since}.")
+    here = f" This run made steps {resumed.step + 1} to {step}." if resumed else ""
+    return finish("completed", f"Trained {step} steps in {epoch} epochs on {len(samples)} samples.{here}")
 
 
 def split(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:

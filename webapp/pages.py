@@ -1,5 +1,6 @@
 """The pages a person looks at."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ def resuming(run: RunDir, name: str | None = None) -> dict[str, Any]:
         raise HTTPException(409, "This run has no checkpoint to continue from. Start a new run with its settings.")
     if not (folder := run.find_checkpoint(checkpoint)):
         raise HTTPException(404, "There is no such checkpoint in this run.")
-    return run.settings() | {"resume_from": str(folder), "start_from": ""}
+    settings = run.settings()
+    # The run's name with the place, so that a family of runs can be told apart in the list.
+    name = re.sub(r" \(from step \d+\)$", "", str(settings.get("name", run.id)))
+    place = f" (from step {int(folder.name.removeprefix('step-'))})"
+    return settings | {"name": name[: 80 - len(place)] + place, "resume_from": str(folder), "start_from": ""}
 
 
 def form_page(
@@ -66,6 +71,7 @@ def form_page(
         "error": " ".join(filter(None, [error, *others])) or None,
         "active": active.summary() if active else None,
         "resumed": parent_run(request, values.get("resume_from", "")),
+        "resumed_checkpoint": Path(values.get("resume_from", "")).name,
         "draft": draft,
     }
     return templates.TemplateResponse(request, "new_run.html", context, status_code=status)

@@ -67,7 +67,7 @@ export function showLossChart(store, page) {
     empty.hidden = hasSteps() || store.run === null;
     empty.textContent = store.isFinal ? "No step was made." : "The curve begins with the first step.";
     skippedKey.classList.toggle("is-absent", store.skips.length === 0);
-    validationKey.classList.toggle("is-absent", store.validations.length === 0);
+    validationKey.hidden = !store.started?.validation_samples && store.validations.length === 0;
     chart.setData(columnsOf(store));
     showReadout();
   }
@@ -96,7 +96,7 @@ export function showLossChart(store, page) {
     setZoom(range);
   }
 
-  redrawOn(store, ["run", "step", "skipped", "validation", "checkpoint", "finished"], draw);
+  redrawOn(store, ["run", "started", "step", "skipped", "validation", "checkpoint", "finished"], draw);
   new ResizeObserver(() => chart.setSize(sizeOf(container))).observe(container);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     colours = readColours();

@@ -17,7 +17,7 @@ export function showCheckpoints(store, page) {
     for (const row of shown) if (!names.includes(row.dataset.checkpoint)) row.remove();
     const known = shown.map((row) => row.dataset.checkpoint);
     for (const checkpoint of checkpoints) {
-      if (!known.includes(checkpoint.name)) list.prepend(makeRow(template, id, checkpoint));
+      if (!known.includes(checkpoint.name)) list.prepend(makeRow(template, id, checkpoint, store.started?.validation_samples > 0));
     }
     for (const row of list.children) {
       const { best, resumable } = checkpoints.find((checkpoint) => checkpoint.name === row.dataset.checkpoint);
@@ -29,7 +29,7 @@ export function showCheckpoints(store, page) {
   });
 }
 
-function makeRow(template, runId, checkpoint) {
+function makeRow(template, runId, checkpoint, isValidated) {
   const row = template.content.firstElementChild.cloneNode(true);
   const cell = (name) => row.querySelector(`[data-cell="${name}"]`);
   const title = `Step ${format.count(checkpoint.step)} · epoch ${format.count(checkpoint.epoch)}`;
@@ -37,6 +37,7 @@ function makeRow(template, runId, checkpoint) {
   cell("name").textContent = title;
   const details = [format.bytes(checkpoint.bytes)];
   if (checkpoint.validation_loss !== null) details.push(`validation ${format.loss(checkpoint.validation_loss)}`);
+  else if (isValidated) details.push("not validated");
   cell("details").textContent = details.join(" · ");
   cell("resume").href = `/runs/new?resume=${encodeURIComponent(runId)}&checkpoint=${encodeURIComponent(checkpoint.name)}`;
   cell("resume").setAttribute("aria-label", `Continue from ${title}`);

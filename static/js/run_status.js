@@ -11,6 +11,7 @@ export function showStatus(store, page) {
   const stopButton = find("stop");
   const afterEnd = find("after-end");
   const resumeForm = find("resume-form");
+  const trainLonger = find("train-longer");
   const outcome = find("outcome");
   const log = find("log");
 
@@ -23,7 +24,9 @@ export function showStatus(store, page) {
     badge.dataset.state = status;
     stopForm.hidden = !store.isActive;
     afterEnd.hidden = store.isActive;
-    resumeForm.hidden = !store.run.resume_from && !store.run.checkpoints.some((checkpoint) => checkpoint.resumable);
+    const isResumable = store.run.resume_from !== null || store.run.checkpoints.some((checkpoint) => checkpoint.resumable);
+    resumeForm.hidden = !isResumable || status === "completed";
+    trainLonger.hidden = !isResumable || status !== "completed";
     if (status === "stopping") disable(stopButton);
 
     if (outcome.hidden && status === "crashed") log.open = true;

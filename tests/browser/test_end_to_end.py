@@ -51,7 +51,7 @@ COMPARE = """
     import sys
     import torch
     from safetensors.torch import load_file
-    from trainer_core import dataset, model, objective
+    from trainer_core import dataset, model, naming, objective
 
     def loss(weights):
         base = model.load("demo")
@@ -72,7 +72,7 @@ COMPARE = """
                 losses.append(objective.sample_losses(prediction, x, noise).item())
         return sum(losses) / len(losses)
 
-    merged = {model.to_diffusers(n): t for n, t in load_file(sys.argv[1] + "/merged.safetensors").items()}
+    merged = {naming.to_diffusers(n): t for n, t in load_file(sys.argv[1] + "/merged.safetensors").items()}
     print(loss(merged) / loss(None))
 """
 

@@ -181,7 +181,7 @@ def test_a_resumed_run_counts_on_from_its_parent_before_its_first_step(
         expect(page.locator("[data-feed] [data-kind=started]")).to_contain_text(
             "2 held out, 1,000 trainable parameters in 32 modules, base in bf16, gradient checkpointing"
         )
-        expect(page.locator("[data-key-validation]")).to_be_hidden()
+        expect(page.locator("[data-key-validation]")).to_be_visible()
     assert shared_server.http.get(f"/api/runs/{run.id}").json()["step"] == 4
 
 
@@ -201,6 +201,7 @@ def test_the_best_checkpoint_is_marked_and_the_mark_moves(shared_server: Server,
         writer.write(started())
         page = open_page(f"{shared_server.address}/runs/{run.id}")
         row = page.locator("[data-checkpoint='step-000001']")
+        expect(page.locator("[data-key-validation]")).to_be_hidden()
         save(1, 0.75)
         expect(row.locator("[data-cell=best]")).to_be_visible()
         expect(row).to_contain_text("validation 0.7500")
@@ -213,6 +214,7 @@ def test_the_best_checkpoint_is_marked_and_the_mark_moves(shared_server: Server,
         "href", f"/runs/new?resume={run.id}&checkpoint=step-000001"
     )
     expect(page.get_by_role("button", name="Continue training")).to_be_visible()
+    expect(page.get_by_role("link", name="Train longer")).to_be_hidden()
 
 
 def test_fields_that_mean_nothing_beside_the_others_are_out_of_the_way(

@@ -110,6 +110,7 @@ def test_stop_saves_a_checkpoint_that_can_be_downloaded(server: Server, open_pag
     expect(page.locator("[data-origin]")).to_contain_text(
         f"Continues {run.summary().name}, {run.list_checkpoints()[0].name}"
     )
+    expect(page.locator("h1")).to_have_text(f"{run.summary().name} (from step {last})")
     expect(page.locator("[data-feed]")).to_contain_text(f"Resuming after step {last} of", timeout=30_000)
     expect(page.locator("[data-status]")).to_have_text("running", timeout=30_000)
     resumed = next(iter(server.runs))
@@ -117,7 +118,7 @@ def test_stop_saves_a_checkpoint_that_can_be_downloaded(server: Server, open_pag
     assert read_events(resumed, "step")[0]["step"] == last + 1
     page.locator("[data-stop]").click()
     expect(page.locator("[data-status]")).to_have_text("stopped", timeout=15_000)
-    page.get_by_role("link", name=run.summary().name).click()
+    page.locator("[data-origin]").get_by_role("link").click()
 
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()

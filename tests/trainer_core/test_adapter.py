@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.conftest import FIXTURE
 from tests.trainer_core.test_model import output
 from tests.trainer_core.training import of_kind, run_training, steps, weights
-from trainer_core import adapter, model, precision
+from trainer_core import adapter, model, naming, precision
 from trainer_core.config import AdapterConfig
 from trainer_core.events import Started, Warning
 from trainer_core.sources import SourceError
@@ -300,7 +300,7 @@ def test_pefts_own_wrapper_is_taken_off_too() -> None:
 def modules(targets: tuple[str, ...]) -> list[str]:
     transformer = adapted("LoRA", targets=targets).transformer
     found = {name.partition(".lora_")[0] for name, _ in adapter.trainable(transformer)}
-    return sorted(model.to_original(f"{name}.").strip(".") for name in found)
+    return sorted(naming.to_original(f"{name}.").strip(".") for name in found)
 
 
 @pytest.mark.parametrize(

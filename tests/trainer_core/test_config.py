@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import FIXTURE
-from trainer_core import config_checks
+from trainer_core import config_checks, model
 from trainer_core.config import RunConfig, allowed, fields
 from trainer_core.config_checks import ConfigError, validate
 
@@ -129,3 +129,26 @@ def test_names_of_targets_come_as_a_list_or_apart_by_commas_and_spaces() -> None
         assert validate({"adapter": {"targets": given}}).adapter.targets == ("mlp", "q_proj")
     for bad in ([], "", " , ", 7, [7], [["mlp"]], [""], ["mlp", " "], ["x" * 100_000]):
         assert problems({"adapter": {"targets": bad}})["adapter.targets"].endswith("this takes names, apart by commas.")
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_targets_that_the_model_does_not_have_are_refused_at_the_field(layout: str, tmp_path: Path) -> None:
+    source = str(FIXTURE / "checkpoint")
+    if layout == "diffusers":
+        model.load(source).transformer.save_pretrained(tmp_path / "transformer")
+        source = str(tmp_path / "transformer")
+    for lost in ("drums", "layers.99.mlp.up_proj", "0", "norm_q"):
+        given = {"model": {"source": source}, "adapter": {"targets": ["mlp", lost]}}
+        message = problems(given)["adapter.targets"]
+        assert message.startswith(f"No linear layer of this model is called {lost}. Targets are self_attention,")
+        assert message.endswith("from layers.0 to layers.3.")
+    for there in ("q_proj", "layers.3.cross_attn.o_proj", "to_out.0", "condition_embedder", "time_embed.linear_1"):
+        assert validate({"model": {"source": source}, "adapter": {"targets": [there]}})
+    (tmp_path / "config.json").write_text((FIXTURE / "checkpoint" / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert validate({"model": {"source": str(tmp_path)}})  # the trainer says what is wrong with it
+
+
+def test_8_bit_adamw_is_refused_off_cuda_before_its_package_is_asked_for() -> None:
+    found = problems({"training": {"optimizer": "adamw8bit"}, "hardware": {"device": "cpu"}})
+    assert found == {"training.optimizer": "adamw8bit works on cuda only, not on cpu. Use adamw."}

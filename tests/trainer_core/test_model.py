@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import FIXTURE
-from trainer_core import model
+from trainer_core import model, naming
 from trainer_core.sources import DEMO_MODEL, SourceError
 
 CHECKPOINT = FIXTURE / "checkpoint"
@@ -218,7 +218,7 @@ def test_renaming_goes_both_ways() -> None:
     names = [name.removeprefix("decoder.") for name in tensors if name.startswith("decoder.")]
     assert names
     for name in names:
-        assert model.to_original(model.to_diffusers(name)) == name
+        assert naming.to_original(naming.to_diffusers(name)) == name
 
 
 def test_the_demo_model_is_small_and_real() -> None:

@@ -182,7 +182,7 @@ def test_skipped_windows_are_counted_over_a_resume(tmp_path: Path, monkeypatch: 
     losses = [step.loss or 0 for leg in (first, second) for step in steps(leg[1])]
     assert len(losses) == 4
     assert epoch.loss == pytest.approx(sum(losses) / 4)
-    assert second[2].message == "Trained 4 steps in 1 epochs on 5 samples, those from 3 on in this run."
+    assert second[2].message == "Trained 4 steps in 1 epochs on 5 samples. This run made steps 3 to 4."
 
 
 def test_more_epochs_plan_the_schedule_again_with_a_rate_above_zero_at_once(tmp_path: Path) -> None:
@@ -211,7 +211,9 @@ def test_a_validation_that_a_stop_interrupted_is_made_up_for(tmp_path: Path) -> 
 
     parent, first, finished = run_training(tmp_path / "parent", stop_after_the_first_epoch, **options)
     assert (finished.reason, finished.step) == ("stopped", 2)
-    assert of_kind(first, Warning)[0].message == "Stopped while validating: epoch 1 has no validation loss."
+    assert (
+        of_kind(first, Warning)[0].message == "A stop was asked for while validating: epoch 1 has no validation loss."
+    )
     _, rest, _ = run_training(tmp_path / "child", **options | {"resume_from": checkpoint_of(parent, 2)})
     assert told(first) + told(rest) == told(events)
     assert [(seen.epoch, seen.step) for seen in of_kind(rest, Validation)] == [(1, 2), (2, 4)]
@@ -486,12 +488,12 @@ def test_an_adapter_that_does_not_fit_the_settings_is_refused_at_the_fields() ->
         start_from=str(FIXTURE / "resume_checkpoint"), adapter={"rank": 16, "alpha": 4, "rank_stabilized": True}
     )
     assert found == {
-        "adapter.rank": "16 was given, the adapter to start from has 4. Set that.",
-        "adapter.alpha": "4 was given, the adapter to start from has 8. Set that.",
-        "adapter.rank_stabilized": "on was given, the adapter to start from has off. Set that.",
+        "adapter.rank": "16 was given, the adapter to start from has 4: set 4.",
+        "adapter.alpha": "4 was given, the adapter to start from has 8: set 8.",
+        "adapter.rank_stabilized": "on was given, the adapter to start from has off: set off.",
     }
     found = problems(start_from=str(FIXTURE / "adapter"), adapter={"type": "lokr"})
-    assert found["adapter.type"] == "lokr was given, the adapter to start from has lora. Set that."
+    assert found["adapter.type"] == "lokr was given, the adapter to start from has lora: set lora."
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def test_a_resume_makes_a_run_of_its_own_that_names_its_parent(shared_server: Se
     assert f'Continues\n    <a href="/runs/{stopped.id}">fixture</a>, step-000004' in page
     assert {path: path.read_bytes() for path in before} == before
 
+    again = http.get(f"/runs/new?resume={run.id}").text
+    assert 'value="fixture (from step 6)"' in again
+    assert "It completed 2 epochs; to train longer" in again
+
     # All epochs are done now: the form says so, filled in.
     answer = http.post(f"/runs/{run.id}/resume")
     assert answer.status_code == 422
@@ -56,7 +60,8 @@ def test_the_form_to_continue_is_filled_in_with_the_chosen_checkpoint(shared_ser
     http = shared_server.http
     page = http.get(f"/runs/new?resume={stopped.id}&checkpoint=step-000004").text
     assert f'name="resume_from" type="text" value="{stopped.checkpoints / "step-000004"}"' in page
-    assert f'Continues <a href="/runs/{stopped.id}">fixture</a> exactly' in page
+    assert f'Continues <a href="/runs/{stopped.id}">fixture</a> exactly from its checkpoint step-000004' in page
+    assert 'name="name" type="text" value="fixture (from step 4)"' in page
     assert http.get(f"/runs/new?resume={stopped.id}&checkpoint=step-000003").status_code == 404
     assert http.get(f"/runs/new?resume={stopped.id}&checkpoint=../../x").status_code == 404
     assert http.get("/runs/new?resume=no-such-run").status_code == 404
