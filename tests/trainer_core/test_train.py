@@ -16,6 +16,7 @@ from tests.conftest import FIXTURE
 from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights
 from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
 from trainer_core import train as training_loop
+from trainer_core.config import TrainingConfig
 from trainer_core.events import Epoch, Event, Skipped, Started, Step, Validation, Warning
 from trainer_core.optim import FINAL_FACTOR
 from trainer_core.run_dir import RunDir
@@ -114,6 +115,15 @@ def test_what_a_sample_contributes_does_not_depend_on_what_it_is_batched_with(
         for (loss, gradients), (other_loss, other_gradients) in zip(updates[0], other, strict=True):
             assert loss == pytest.approx(other_loss, rel=1e-6)
             assert all(torch.allclose(gradients[key], other_gradients[key], rtol=1e-4, atol=1e-7) for key in gradients)
+
+
+def test_whatever_is_drawn_is_fp32_also_for_samples_in_bf16() -> None:
+    samples = dataset.load(str(FIXTURE / "tensors"))
+    assert {tensor.dtype for sample in samples for tensor in sample.tensors.values()} == {torch.bfloat16}
+    base = model.load(str(FIXTURE / "checkpoint"))
+    goal = objective.make_objective(base, TrainingConfig())
+    for batch in draw_batches(samples, goal, Generator()):
+        assert {tensor.dtype for tensor in batch.values()} == {torch.float32}
 
 
 def test_a_run_of_a_single_step_trains_and_saves(tmp_path: Path) -> None:
