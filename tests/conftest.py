@@ -176,10 +176,8 @@ def started(**changes: Any) -> Started:
         total_epochs=3,
         total_steps=9,
         first_step=1,
-        adapter="lora",
         trainable_parameters=1000,
         adapted_modules=32,
-        optimizer="adamw",
     )
     return event.model_copy(update=changes)
 

@@ -4,7 +4,8 @@ The form, the JSON API and their error messages are made from these fields; noth
 """
 
 import re
-from typing import Annotated, Literal, Union, get_args, get_origin
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MaxLen
 from pydantic import (
@@ -203,7 +204,11 @@ class TrainingConfig(Section):
         json_schema_extra={"unit": "steps"},
     )
     weight_decay: float = Field(
-        0.01, ge=0, le=1, title="Weight decay", description="The optimizer's pull of the adapter towards zero."
+        0.01,
+        ge=0,
+        le=1,
+        title="Weight decay",
+        description="The optimizer's pull of the adapter towards zero. A DoRA's magnitudes are spared.",
     )
     max_grad_norm: float = Field(
         1.0, gt=0, le=1e6, title="Gradient clipping", description="Longer gradients are cut to this norm."
@@ -341,3 +346,23 @@ def allowed(field: FieldInfo) -> str:
             case Le(le=bound):
                 words += f" to {bound:,.10g}"
     return words
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's nested dict under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{name}.{inner}": item for inner, item in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def as_text(value: Any) -> str:
+    """A setting as it stands in the form."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

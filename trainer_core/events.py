@@ -53,10 +53,8 @@ class Started(Event):
     total_epochs: int
     total_steps: int
     first_step: int
-    adapter: str
     trainable_parameters: int
     adapted_modules: int
-    optimizer: str
 
 
 class Step(Event):

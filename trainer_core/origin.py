@@ -4,13 +4,12 @@ Light: what files and settings tell is checked before a trainer is started. Name
 when the trainer loads them.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
-from trainer_core.config import RunConfig
+from trainer_core.config import RunConfig, as_text, flatten
 from trainer_core.sources import SourceError, plain, read_json, shorten
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -168,10 +167,10 @@ def _check_resume(config: RunConfig, state: TrainingState) -> dict[str, str]:
             "training.epochs": f"{config.training.epochs} was given and the checkpoint has done {state.epochs_done}: "
             f"nothing is left to do. Give more than {state.epochs_done} to train on."
         }
-    before, now = _flat(state.config), _flat(config)
+    before, now = flatten(state.config.model_dump()), flatten(config.model_dump())
     return {
-        name: f"{now[name]} was given, the run to resume has {before[name]}. Resuming exactly needs the same; to "
-        "train on with other settings give the checkpoint under Start from."
+        name: f"{as_text(now[name])} was given, the run to resume has {as_text(before[name])}. Resuming exactly needs "
+        "the same; to train on with other settings give the checkpoint under Start from."
         for name in before
         if name not in MAY_DIFFER and before[name] != now[name]
     }
@@ -200,8 +199,8 @@ def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
             raise SourceError(f"{folder / ADAPTER_FILES[0]}: {key} is {plain(repr(found.get(key)), 50)}, not a number.")
     ours = config.adapter.model_dump()
     return {
-        f"adapter.{key}": f"{_said(ours[key])} was given, the adapter to start from has {_said(value)}: "
-        f"set {_said(value)}."
+        f"adapter.{key}": f"{as_text(ours[key])} was given, the adapter to start from has {as_text(value)}: "
+        f"set {as_text(value)}."
         for key, value in theirs.items()
         if ours[key] != value
     }
@@ -214,20 +213,3 @@ def _folder(path: Path) -> Path:
     except OSError as error:
         raise SourceError(f"{plain(str(path), 200)} can't be looked at: {error.strerror}.") from error
     raise SourceError(f"There is no folder {path}.")
-
-
-def _flat(config: RunConfig) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for section, value in config.model_dump().items():
-        if isinstance(value, dict):
-            flat |= {f"{section}.{key}": _said(inner) for key, inner in value.items()}
-        else:
-            flat[section] = _said(value)
-    return flat
-
-
-def _said(value: Any) -> str:
-    """A setting as the form shows it."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ", ".join(value) if isinstance(value, tuple) else str(value) if isinstance(value, str) else json.dumps(value)

@@ -176,10 +176,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             total_epochs=training.epochs,
             total_steps=total_steps,
             first_step=step + 1,
-            adapter=config.adapter.type,
             trainable_parameters=sum(parameter.numel() for parameter in parameters),
             adapted_modules=adapted_modules,
-            optimizer=training.optimizer,
         )
     )
     emit(Phase(name="training", message=f"Training on {fabric.device}"))

@@ -10,10 +10,11 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trainer_core import exports
+from trainer_core.config import flatten
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.run_dir import ACTIVE, slug
 from webapp import runs
-from webapp.forms import flatten, from_form, to_values
+from webapp.forms import from_form, to_values
 from webapp.pages import form_page, resuming
 from webapp.supervisor import RunActive, start_in_background
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_core.config import RunConfig, Section, allowed, choices, fields, is_number
+from trainer_core.config import RunConfig, Section, allowed, as_text, choices, fields, flatten, is_number
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,7 @@ def to_values(config: Mapping[str, Any]) -> dict[str, str]:
     """A config's nested dict as the form's values; unset fields get their defaults."""
     given = flatten(config)
     defaults = flatten(RunConfig().model_dump())
-    return {name: _written(given.get(name, default)) for name, default in defaults.items()}
-
-
-def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested dict under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat.update({f"{name}.{inner}": item for inner, item in value.items()})
-        else:
-            flat[name] = value
-    return flat
+    return {name: as_text(given.get(name, default)) for name, default in defaults.items()}
 
 
 def from_form(items: Iterable[tuple[str, object]]) -> dict[str, Any]:
@@ -86,15 +75,6 @@ def from_form(items: Iterable[tuple[str, object]]) -> dict[str, Any]:
         else:
             data[name] = str(value)
     return data
-
-
-def _written(value: Any) -> str:
-    """A setting as it is typed into the form."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _title(group: str) -> str:

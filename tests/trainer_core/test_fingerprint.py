@@ -23,21 +23,20 @@ def test_any_byte_name_shape_or_order_makes_another_fingerprint() -> None:
     assert known not in found
 
 
-@pytest.mark.parametrize("shape", [(2048, 2048), (6144, 2048), (2560, 2560), (1024, 64), (9728, 2560), (256,), ()])
-def test_values_come_from_every_column_and_all_along_the_rows(shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    places = spread(tensor.double(), most=8192).double() if tensor.numel() <= 256 else None
-    if places is not None:  # small ones are taken whole
-        assert len(places) == tensor.numel()
-        return
-    columns = torch.arange(shape[-1]).expand(shape).to(torch.float32)
-    rows = torch.arange(shape[0])[:, None].expand(shape) / shape[0]
-    # bf16 holds whole numbers up to 256: columns are looked at in parts of that size
-    seen = {int(value) for value in spread(columns.div(shape[-1] / 64).floor(), most=8192).float()}
-    assert seen == set(range(64))
-    assert spread(rows.contiguous()).float().quantile(torch.tensor([0.1, 0.5, 0.9])) == pytest.approx(
-        torch.tensor([0.1, 0.5, 0.9]), abs=0.02
-    )
+@pytest.mark.parametrize("shape", [(256,), (3, 5), (1,), ()])
+def test_a_small_tensor_is_taken_whole(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    assert torch.equal(spread(tensor), tensor.flatten().bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(2048, 2048), (6144, 2048), (2560, 2560), (1024, 64), (9728, 2560)])
+def test_values_come_from_all_columns_and_all_along_the_rows(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    # In 64 parts each, since bf16 holds whole numbers only up to 256.
+    part_of_column = (torch.arange(columns) * 64 // columns).expand(shape).float()
+    part_of_row = (torch.arange(rows) * 64 // rows)[:, None].expand(shape).float()
+    assert set(spread(part_of_column).tolist()) == set(range(64))
+    assert set(spread(part_of_row).tolist()) == set(range(64))
 
 
 def test_a_change_of_one_column_in_ten_is_seen() -> None:

@@ -54,8 +54,12 @@ def weights(run: RunDir, name: str) -> dict[str, Tensor]:
     return load_file(run.checkpoints / name / "adapter_model.safetensors")
 
 
-def spoil_gradients(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> None:
-    """Make the losses of some windows infinite, by the count of losses computed so far."""
+def spoil_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+    is_bad: Callable[[int], bool],
+    spoil: Callable[[Tensor], Tensor] = lambda losses: losses * torch.inf,
+) -> None:
+    """Make the losses of some windows bad, by the count of losses computed so far."""
     calls = 0
     honest = objective.sample_losses
 
@@ -63,6 +67,6 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], boo
         nonlocal calls
         calls += 1
         losses = honest(prediction, latents, noise)
-        return losses * torch.inf if is_bad(calls) else losses
+        return spoil(losses) if is_bad(calls) else losses
 
     monkeypatch.setattr(objective, "sample_losses", sample_losses)

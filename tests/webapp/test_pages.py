@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, wait_for
-from trainer_core.config import RunConfig, fields
+from trainer_core.config import RunConfig, fields, flatten
 from trainer_core.run_dir import RunDir
-from webapp.forms import flatten, form_sections, from_form, to_values
+from webapp.forms import form_sections, from_form, to_values
 
 LONG = {"epochs": 100_000}
 
