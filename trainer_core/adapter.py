@@ -12,13 +12,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from trainer_core import matching
+from trainer_core import tensor_files
+from trainer_core.adapter_files import AdapterFile
 from trainer_core.config import AdapterConfig
+from trainer_core.formats import PREFIXES, tensor_name
 from trainer_core.naming import check_targets, module_names, to_original
-from trainer_core.origin import ADAPTER_FILES
 from trainer_core.sources import SourceError, shorten
 
-PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = PREFIXES["peft"]
+MAGNITUDE = "lora_magnitude_vector"
 PARAMETER_PREFIXES = ("lora_", "lokr_")
 
 
@@ -64,7 +66,28 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         _initialise(layer)
+        if isinstance(layer, LoKrLayer):
+            _check_factor(layer, config.decompose_factor)
     return len(layers)
+
+
+def _check_factor(layer: LoKrLayer, factor: int) -> None:
+    """SourceError if the first factor of a LoKr came out larger than the second: LyCORIS has them the other way."""
+    first, second = (
+        whole["default"].shape if "default" in whole else (left["default"].shape[0], right["default"].shape[1])
+        for whole, left, right in (
+            (layer.lokr_w1, layer.lokr_w1_a, layer.lokr_w1_b),
+            (layer.lokr_w2, layer.lokr_w2_a, layer.lokr_w2_b),
+        )
+    )
+    if any(one > other for one, other in zip(first, second, strict=True)):
+        base = layer.get_base_layer()
+        assert isinstance(base, nn.Linear)
+        smallest = min(base.weight.shape)
+        raise SourceError(
+            f"A Kronecker factor of {factor} was given and some of the layers to adapt have a side of {smallest}: it "
+            f"can be at most {int(smallest**0.5)}, its root, or -1 for the most even split."
+        )
 
 
 @torch.no_grad()
@@ -126,20 +149,59 @@ def saved_name(parameter_name: str) -> str:
     return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector").replace(".default", "")
 
 
-def load(transformer: AceStepTransformer1DModel, folder: Path) -> tuple[int, int]:
-    """Set the injected adapter to the tensors in `folder`; how many they are, and how many of them were cast to fp32.
+@torch.no_grad()
+def load(transformer: AceStepTransformer1DModel, file: AdapterFile) -> tuple[int, int]:
+    """Set the injected adapter to that in `file`; how many tensors it has, and how many of them were cast to fp32.
 
     Raises SourceError unless every tensor is matched by name and shape.
     """
     parameters = {saved_name(name): parameter for name, parameter in trainable(transformer)}
-    expected = {name: parameter.shape for name, parameter in parameters.items()}
-    found = matching.read(folder / ADAPTER_FILES[1], expected)
+    read = tensor_files.load(file.weights)
+    found: dict[str, Tensor] = {}
+    for name, (module, part) in file.names.items():
+        found[tensor_name("peft", module, part)] = read[name].flatten() if part == MAGNITUDE else read[name]
+    tensor_files.check(file.weights, {name: parameter.shape for name, parameter in parameters.items()}, found)
     if odd := [f"{name} ({tensor.dtype})" for name, tensor in found.items() if not tensor.is_floating_point()]:
-        raise SourceError(f"{folder / ADAPTER_FILES[1]} holds tensors that are no weights: {shorten(odd)}.")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(found[name])
+        raise SourceError(f"{file.weights} holds tensors that are no weights: {shorten(odd)}.")
+    for name, parameter in parameters.items():
+        parameter.copy_(found[name])
+    for module, factor in file.factors.items():
+        first = next(part for part in ("lora_B.weight", "lokr_w1", "lokr_w1_a") if part in file.modules[module])
+        parameters[tensor_name("peft", module, first)].mul_(factor)
+    if file.layout == "comfyui" and file.kind == "dora":
+        for module, (base, adapted) in _dora_norms(transformer).items():
+            parameters[tensor_name("peft", module, MAGNITUDE)].mul_(adapted / base)
     return len(found), sum(tensor.dtype != torch.float32 for tensor in found.values())
+
+
+@torch.no_grad()
+def dora_scales(transformer: AceStepTransformer1DModel) -> dict[str, Tensor]:
+    """By module, what a DoRA's magnitudes are in ComfyUI, [out], on the CPU; nothing for other kinds.
+
+    PEFT makes the weights m (W + D) / |W + D| with the norms of rows, ComfyUI d (W + D) / |W| (weight_decompose in its
+    comfy/weight_adapter/base.py, where d has one number for each output). So d = m |W| / |W + D|.
+    """
+    magnitudes = tensors(transformer)
+    return {
+        module: (magnitudes[tensor_name("peft", module, MAGNITUDE)] * base.cpu() / adapted.cpu())
+        for module, (base, adapted) in _dora_norms(transformer).items()
+    }
+
+
+def _dora_norms(transformer: AceStepTransformer1DModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """By module of a DoRA: the norms of the rows of its base weights and of these with the low-rank change, [out]."""
+    norms: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, LoraLayer) and layer.lora_magnitude_vector:
+            base = layer.get_base_layer()
+            assert isinstance(base, nn.Linear)
+            weight = base.weight.float()
+            change = layer.get_delta_weight("default")  # type: ignore[attr-defined]
+            norms[to_original(f".{name}.").strip(".")] = (
+                torch.linalg.norm(weight, dim=1),
+                torch.linalg.norm(weight + change, dim=1),
+            )
+    return norms
 
 
 def idle_rank(transformer: nn.Module) -> int:

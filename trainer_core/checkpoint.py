@@ -7,6 +7,7 @@ elsewhere, and what an exact resume needs besides; no pickle.
 import os
 import shutil
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_core import adapter, matching
+from trainer_core import adapter, tensor_files
+from trainer_core.adapter_files import ADAPTER_FILES
+from trainer_core.config import as_text
 from trainer_core.events import Checkpoint
-from trainer_core.origin import ADAPTER_FILES, STATE_FILES, OptimizerState, TrainingState
+from trainer_core.matching import mismatch
+from trainer_core.origin import DORA_SCALES, STATE_FILES, OptimizerState, TrainingState
 from trainer_core.run_dir import RunDir
-from trainer_core.sources import SourceError, shorten
+from trainer_core.sources import SourceError, is_hub_id, shorten
 
 COUNTERS = ("k", "d", "d_max", "d_hat", "d_numerator", "d_denom")
 """Prodigy's, kept in its parameter groups; all else there are options, which the settings give."""
@@ -30,8 +34,12 @@ class CheckpointError(RuntimeError):
     """What was written is not what was trained."""
 
 
-def save(run: RunDir, module: nn.Module, state: TrainingState, optimizer_tensors: Mapping[str, Tensor]) -> Checkpoint:
+def save(
+    run: RunDir, module: nn.Module, variant: str, state: TrainingState, optimizer_tensors: Mapping[str, Tensor]
+) -> Checkpoint:
     """Write the adapter in `module`, whatever wraps it, and the run's state; the event counts what is in the file.
+
+    `variant` is the base model's, for the header.
 
     Raises CheckpointError or OSError and leaves no folder under the final name.
     """
@@ -43,7 +51,7 @@ def save(run: RunDir, module: nn.Module, state: TrainingState, optimizer_tensors
     partial.mkdir()
 
     weights = partial / ADAPTER_FILES[1]
-    save_file(adapter.tensors(transformer), weights, metadata={"format": "pt"})
+    save_file(adapter.tensors(transformer), weights, metadata=_metadata(state, variant))
     adapter.save_config(state.config.adapter, partial)
     save_file(dict(optimizer_tensors), partial / STATE_FILES[0])
     (partial / STATE_FILES[1]).write_text(state.model_dump_json(), encoding="utf-8")
@@ -51,6 +59,9 @@ def save(run: RunDir, module: nn.Module, state: TrainingState, optimizer_tensors
     trained = {adapter.saved_name(name): parameter for name, parameter in adapter.trainable(transformer)}
     _check(weights, trained)
     _check(partial / STATE_FILES[0], optimizer_tensors)
+    if scales := adapter.dora_scales(transformer):
+        save_file(scales, partial / DORA_SCALES)
+        _check(partial / DORA_SCALES, scales)
     size = weights.stat().st_size
     for file in partial.iterdir():
         _flush(file)
@@ -59,6 +70,26 @@ def save(run: RunDir, module: nn.Module, state: TrainingState, optimizer_tensors
     _flush(run.checkpoints)
     _flush(run.path)
     return Checkpoint(name=name, step=state.step, epoch=state.epoch, bytes=size, tensors=len(trained))
+
+
+def _metadata(state: TrainingState, variant: str) -> dict[str, str]:
+    """What a file with the adapter says of it in its header. Of the base model's place no more than its last name."""
+    settings, source = state.config, state.config.model.source
+    described = {
+        "format": "pt",
+        "name": settings.name,
+        "base_model": source if is_hub_id(source) else Path(source).name,
+        "variant": variant,
+        "adapter": settings.adapter.type,
+        "rank": settings.adapter.rank,
+        "alpha": settings.adapter.alpha,
+        "rank_stabilized": settings.adapter.rank_stabilized,
+        "steps": state.step,
+        "epochs": state.epoch,
+        "training_loss": f"{state.loss_sum / state.loss_samples:.6g}" if state.loss_samples else "unknown",
+        "descant_version": metadata.version("descant"),
+    }
+    return {key: as_text(value) for key, value in described.items()}
 
 
 def optimizer_state(
@@ -89,11 +120,11 @@ def load_optimizer_state(
     Raises SourceError unless the tensors are those that were saved, for the parameters that are trained.
     """
     path = checkpoint / STATE_FILES[0]
-    found = matching.read(path, saved.shapes)
+    found = tensor_files.read(path, saved.shapes)
     names = {id(parameter): adapter.saved_name(name) for name, parameter in adapter.trainable(transformer)}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     stateful = {name.rpartition("/")[0] for name in saved.shapes} | set(saved.numbers)
-    if differences := matching.mismatch(dict.fromkeys(order, ()), dict.fromkeys(stateful, ())):
+    if differences := mismatch(dict.fromkeys(order, ()), dict.fromkeys(stateful, ())):
         raise SourceError(f"The optimizer state in {path} is not that of the parameters to train: {differences}.")
 
     halves = [name for name, tensor in found.items() if tensor.dtype in (torch.float16, torch.bfloat16)]

@@ -51,9 +51,10 @@ def _factor(given: int) -> int:
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
-# Fields that mean something only beside these values of another field; the form hides them otherwise.
-LORA_KINDS: dict[str, JsonValue] = {"adapter.type": ["lora", "dora"]}
-LOKR: dict[str, JsonValue] = {"adapter.type": ["lokr"]}
+# Fields that mean something only beside these values of other fields; the form hides them otherwise.
+FRESH: dict[str, JsonValue] = {"start_from": [""]}
+LORA_KINDS: dict[str, JsonValue] = FRESH | {"adapter.type": ["lora", "dora"]}
+LOKR: dict[str, JsonValue] = FRESH | {"adapter.type": ["lokr"]}
 
 
 class ModelConfig(Section):
@@ -106,6 +107,7 @@ class AdapterConfig(Section):
         title="Type",
         description="lora is the most widely supported. dora also learns each output's magnitude: slower, often "
         "closer. lokr is a Kronecker product: small files; it wants a learning rate some ten times as high.",
+        json_schema_extra={"only": FRESH},
     )
     rank: int = Field(
         16,
@@ -113,8 +115,16 @@ class AdapterConfig(Section):
         le=1024,
         title="Rank",
         description="Size of the adapter. Higher can learn more and weighs more.",
+        json_schema_extra={"only": FRESH},
     )
-    alpha: int = Field(32, ge=1, le=4096, title="Alpha", description="Strength. The adapter is scaled by alpha / rank.")
+    alpha: int = Field(
+        32,
+        ge=1,
+        le=4096,
+        title="Alpha",
+        description="Strength. The adapter is scaled by alpha / rank.",
+        json_schema_extra={"only": FRESH},
+    )
     rank_stabilized: bool = Field(
         False,
         title="Rank-stabilised scaling",
@@ -148,6 +158,7 @@ class AdapterConfig(Section):
         title="Targets",
         description="What is adapted: self_attention, cross_attention, mlp, and names of modules as ACE-Step calls "
         "them, such as layers.0.mlp.up_proj or q_proj for all of that name.",
+        json_schema_extra={"only": FRESH},
     )
 
 
@@ -282,15 +293,12 @@ class RunConfig(Section):
     )
     model: ModelConfig = ModelConfig()
     dataset: DatasetConfig = DatasetConfig()
-    adapter: AdapterConfig = AdapterConfig()
-    training: TrainingConfig = TrainingConfig()
-    hardware: HardwareConfig = HardwareConfig()
     start_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
         "",
         title="Start from",
-        description="Empty, or the folder of an adapter to begin with: a checkpoint of Descant or of ACE-Step's "
-        "trainer. Only its weights are taken; the steps count from 1.",
-        json_schema_extra={"section": "Origin"},
+        description="Empty, or an adapter to begin with: a folder or file of Descant, ACE-Step, PEFT, diffusers, "
+        "ComfyUI, LyCORIS or ai-toolkit. Its kind, rank, alpha and targets are read from it; the steps count from 1.",
+        json_schema_extra={"section": "Origin", "kind": "adapter"},
     )
     resume_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
         "",
@@ -299,6 +307,9 @@ class RunConfig(Section):
         "same settings and maybe more epochs.",
         json_schema_extra={"section": "Origin"},
     )
+    adapter: AdapterConfig = AdapterConfig()
+    training: TrainingConfig = TrainingConfig()
+    hardware: HardwareConfig = HardwareConfig()
 
 
 def fields() -> dict[str, FieldInfo]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer_core import naming, origin, sources
+from trainer_core import adapter_files, naming, origin, sources
 from trainer_core.config import RunConfig, allowed, fields
+from trainer_core.matching import mismatch
 
 # Optimizers that come in packages of their own.
 OPTIONAL_PACKAGES = {"prodigy": "prodigyopt", "adamw8bit": "bitsandbytes"}
@@ -24,7 +25,10 @@ class ConfigError(ValueError):
 
 
 def validate(data: dict[str, Any]) -> RunConfig:
-    """The RunConfig that `data` asks for, its folders looked at too. Raises ConfigError with every problem at once."""
+    """The RunConfig that `data` asks for, its folders looked at too. Raises ConfigError with every problem at once.
+
+    Settings of the adapter that are left out are those of the adapter to start from, if there is one.
+    """
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -32,7 +36,7 @@ def validate(data: dict[str, Any]) -> RunConfig:
     problems: dict[str, str] = {}
     config = None
     try:
-        config = RunConfig.model_validate(data)
+        config = RunConfig.model_validate(_with_adapter_of_origin(data))
     except ValidationError as error:
         problems = _problems(error)
     for section, check in (("model", sources.check_model), ("dataset", sources.check_dataset)):
@@ -50,13 +54,31 @@ def validate(data: dict[str, Any]) -> RunConfig:
     return config
 
 
+def _with_adapter_of_origin(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` with the settings of the adapter to start from where it has none of its own."""
+    source, given = data.get("start_from"), data.get("adapter", {})
+    if not isinstance(source, str) or not source.strip() or not isinstance(given, dict):
+        return data
+    try:
+        adapter = adapter_files.read(Path(sources.absolute_if_given(source.strip())))
+    except ValueError:  # said at its field
+        return data
+    return data | {"adapter": adapter.settings | given}
+
+
 def _contradictions(config: RunConfig) -> dict[str, str]:
     """What is wrong with fields that are each right by themselves."""
     problems = origin.check(config)
+    field = "adapter.targets"
     try:
-        _check_targets(config)
+        weights = _model_weights(config.model.source)
+        if weights and config.start_from and "start_from" not in problems:
+            field = "start_from"
+            _check_fit(config, weights)
+        elif weights:
+            _check_targets(config, weights)
     except sources.SourceError as error:
-        problems["adapter.targets"] = str(error)
+        problems[field] = str(error)
     package = OPTIONAL_PACKAGES.get(config.training.optimizer)
     if config.training.optimizer == "adamw8bit" and config.hardware.device not in ("auto", "cuda"):
         problems["training.optimizer"] = f"adamw8bit works on cuda only, not on {config.hardware.device}. Use adamw."
@@ -72,27 +94,50 @@ def _contradictions(config: RunConfig) -> dict[str, str]:
     return problems
 
 
-def _check_targets(config: RunConfig) -> None:
-    """Raise SourceError if the model's files have no weight that a target means. A hub id is left to the trainer."""
-    source = config.model.source
+def _model_weights(source: str) -> dict[str, list[int]] | None:
+    """Shapes of the transformer's weights by diffusers' names, from its files; None where the trainer has to look."""
     if sources.is_hub_id(source):
-        return
+        return None
     try:
         files = sources.find_model(sources.DEMO_MODEL if source == sources.DEMO else Path(source))
         shapes = sources.read_shapes(files.weights)
     except sources.SourceError:  # said at the model's own field, or by the trainer
-        return
+        return None
     if files.layout == "original":
         shapes = {
             naming.to_diffusers(name.removeprefix(naming.DIT_PREFIX)): shape
             for name, shape in shapes.items()
             if name.startswith(naming.DIT_PREFIX)
         }
-    linear = {
-        name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2
+    return shapes
+
+
+def _linear(weights: dict[str, list[int]]) -> dict[str, list[int]]:
+    """[out, in] of the linear layers, by name in order."""
+    shapes = {name.removesuffix(".weight"): shape for name, shape in weights.items() if name.endswith(".weight")}
+    return {name: shapes[name] for name in sorted(shapes) if len(shapes[name]) == 2}
+
+
+def _check_targets(config: RunConfig, weights: dict[str, list[int]]) -> None:
+    """Raise SourceError if a target means none of the model's layers, or one that is not linear."""
+    modules = {name.rsplit(".", count)[0] for name in weights for count in range(1, name.count(".") + 1)}
+    naming.check_targets(config.adapter.targets, modules, _linear(weights))
+
+
+def _check_fit(config: RunConfig, weights: dict[str, list[int]]) -> None:
+    """Raise SourceError, with counts, unless the adapter to start from was made for the layers that are targets."""
+    adapter = adapter_files.read(Path(config.start_from))
+    found = adapter.weight_shapes()
+    expected = {
+        naming.to_original(f".{name}.").strip("."): shape
+        for name, shape in _linear(weights).items()
+        if naming.is_meant(config.adapter.targets, name)
     }
-    modules = {name.rsplit(".", count)[0] for name in shapes for count in range(1, name.count(".") + 1)}
-    naming.check_targets(config.adapter.targets, modules, sorted(linear))
+    if differences := mismatch(expected, found):
+        raise sources.SourceError(
+            f"{adapter.weights} was not made for these layers of this model: {differences}. Choose the model that it "
+            "was trained on."
+        )
 
 
 def _problems(error: ValidationError) -> dict[str, str]:

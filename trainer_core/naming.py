@@ -1,7 +1,7 @@
 """What modules and weights are called, by ACE-Step and by diffusers, and what an adapter's targets mean by it."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from trainer_core.sources import SourceError, shorten
 
@@ -26,6 +26,16 @@ GROUPS = {
 }
 """Targets that stand for several modules, as diffusers names those."""
 
+# ACE-Step's linear layers outside its blocks.
+SINGLE = (
+    "condition_embedder",
+    *(
+        f"{embed}.{layer}"
+        for embed in ("time_embed", "time_embed_r")
+        for layer in ("linear_1", "linear_2", "time_proj")
+    ),
+)
+
 
 def to_diffusers(name: str) -> str:
     """ACE-Step's name of a weight (without `decoder.`) as diffusers calls it."""
@@ -47,6 +57,11 @@ def module_names(target: str) -> tuple[str, ...]:
     return GROUPS.get(target, (to_diffusers(f".{target}.").strip("."),))
 
 
+def is_meant(targets: Iterable[str], name: str) -> bool:
+    """Whether one of `targets` means the module that diffusers calls `name`."""
+    return any(f".{name}".endswith(f".{end}") for target in targets for end in module_names(target))
+
+
 def check_targets(targets: Collection[str], modules: Collection[str], linear: Collection[str]) -> None:
     """Raise SourceError with what exists, if one of `targets` means no module, or one that is not `linear`.
 
@@ -54,7 +69,7 @@ def check_targets(targets: Collection[str], modules: Collection[str], linear: Co
     """
     lost = []
     for target in targets:
-        meant = {name for name in modules for end in module_names(target) if f".{name}".endswith(f".{end}")}
+        meant = {name for name in modules if is_meant([target], name)}
         if not meant or not meant <= set(linear):
             lost.append(target)
     if lost:
@@ -64,3 +79,34 @@ def check_targets(targets: Collection[str], modules: Collection[str], linear: Co
             f"No linear layer of this model is called {shorten(lost)}. Targets are {', '.join(GROUPS)}, and the layers "
             f"{', '.join(kinds)}; those of one block with its number, from layers.0 to layers.{max(blocks, default=0)}."
         )
+
+
+def from_flat(flat: str) -> str | None:
+    """ACE-Step's linear layer whose name with every dot made an underscore, as LyCORIS has it, is `flat`."""
+    block = re.fullmatch(r"layers_(\d+)_(\w+)", flat)
+    inside = [to_original(f"{name}.").strip(".") for group in GROUPS.values() for name in group]
+    known = {name.replace(".", "_"): name for name in (inside if block else SINGLE)}
+    found = known.get(block[2] if block else flat)
+    return f"layers.{block[1]}.{found}" if block and found else found
+
+
+def targets_of(modules: Collection[str]) -> tuple[str, ...]:
+    """The fewest targets that mean the layers `modules`, by ACE-Step's names, in a model whose blocks are alike."""
+    blocks: dict[str, set[int]] = {}
+    others = []
+    for name in modules:
+        if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
+            blocks.setdefault(found[2], set()).add(int(found[1]))
+        else:
+            others.append(name)
+    count = max((max(numbers) for numbers in blocks.values()), default=-1) + 1
+    if any(len(numbers) < count for numbers in blocks.values()):
+        return tuple(sorted(modules))
+    ends = set(blocks)
+    targets: list[str] = []
+    for group, names in GROUPS.items():
+        inside = {to_original(f"{name}.").strip(".") for name in names}
+        if inside <= ends:
+            targets.append(group)
+            ends -= inside
+    return (*targets, *sorted(ends), *sorted(others))

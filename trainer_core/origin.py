@@ -9,20 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
+from trainer_core import adapter_files
+from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
 from trainer_core.config import RunConfig, as_text, flatten
 from trainer_core.sources import SourceError, plain, read_json, shorten
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILES = ("state.safetensors", "state.json")
-
-ODD_OPTIONS = (
-    "alpha_pattern",
-    "rank_pattern",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "alora_invocation_tokens",
-    "arrow_config",
-)
+DORA_SCALES = "dora_scale.safetensors"
+"""A DoRA's magnitudes as ComfyUI takes them, by module; computed while the base model is there."""
 
 # What may differ between a run and the run that continues it: places, which fingerprints make up for, and what
 # changes no update or only its rounding. The number of epochs changes the schedule, which is planned again.
@@ -136,17 +130,6 @@ def read_state(checkpoint: Path) -> TrainingState:
         ) from error
 
 
-def find_adapter(folder: Path) -> Path:
-    """The folder with the adapter's files: `folder`, or `adapter` in it as ACE-Step's trainer leaves it.
-
-    Raises SourceError naming what is missing.
-    """
-    for place in (_folder(folder), folder / "adapter"):
-        if all((place / name).is_file() for name in ADAPTER_FILES):
-            return place
-    raise SourceError(f"{folder} is not the folder of an adapter: it has no {' and '.join(ADAPTER_FILES)}.")
-
-
 def check(config: RunConfig) -> dict[str, str]:
     """What is wrong with the origin `config` names, by field; nothing for a run that begins at nothing."""
     if config.resume_from and config.start_from:
@@ -155,7 +138,7 @@ def check(config: RunConfig) -> dict[str, str]:
         if config.resume_from:
             return _check_resume(config, read_state(Path(config.resume_from)))
         if config.start_from:
-            return _check_adapter(config, find_adapter(Path(config.start_from)))
+            return _check_adapter(config, adapter_files.read(Path(config.start_from)))
     except SourceError as error:
         return {"resume_from" if config.resume_from else "start_from": str(error)}
     return {}
@@ -176,33 +159,13 @@ def _check_resume(config: RunConfig, state: TrainingState) -> dict[str, str]:
     }
 
 
-def _check_adapter(config: RunConfig, folder: Path) -> dict[str, str]:
-    found = read_json(folder / ADAPTER_FILES[0])
-    kind = {"LORA": "dora" if found.get("use_dora") else "lora", "LOKR": "lokr"}.get(str(found.get("peft_type")))
-    if kind is None:
-        raise SourceError(f"{folder} holds a {found.get('peft_type')} adapter; this takes LoRA, DoRA and LoKr.")
-    # PEFT's options that change what the same weights mean.
-    odd = [key for key in ODD_OPTIONS if found.get(key)]
-    odd += [
-        key for key in ("init_lora_weights", "init_weights") if found.get(key, True) not in (True, False, "gaussian")
-    ]
-    if odd or found.get("bias", "none") != "none":
-        raise SourceError(f"{folder} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train.")
-    alpha: Literal["alpha", "lora_alpha"] = "alpha" if kind == "lokr" else "lora_alpha"
-    theirs = {"type": kind, "rank": found.get("r"), "alpha": found.get(alpha)}
-    if kind == "lokr":
-        theirs |= {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
-    else:
-        theirs["rank_stabilized"] = bool(found.get("use_rslora"))
-    for key in ("r", alpha):
-        if not isinstance(found.get(key), int | float) or isinstance(found[key], bool):
-            raise SourceError(f"{folder / ADAPTER_FILES[0]}: {key} is {plain(repr(found.get(key)), 50)}, not a number.")
+def _check_adapter(config: RunConfig, adapter: AdapterFile) -> dict[str, str]:
     ours = config.adapter.model_dump()
     return {
         f"adapter.{key}": f"{as_text(ours[key])} was given, the adapter to start from has {as_text(value)}: "
-        f"set {as_text(value)}."
-        for key, value in theirs.items()
-        if ours[key] != value
+        f"set {as_text(value)}, or leave it out."
+        for key, value in adapter.settings.items()
+        if ours[key] != value and key != "targets"  # which can be said in many ways: the tensors decide
     }
 
 

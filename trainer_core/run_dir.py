@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
+from trainer_core.adapter_files import ADAPTER_FILES
 from trainer_core.config import RunConfig
 from trainer_core.events import parse_line
-from trainer_core.origin import ADAPTER_FILES, STATE_FILES
+from trainer_core.origin import STATE_FILES
 from trainer_core.sources import plain
 
 Status = Literal["queued", "starting", "running", "stopping", "completed", "stopped", "aborted", "failed", "crashed"]
@@ -246,6 +247,7 @@ class RunFolders:
     """All runs of one home folder."""
 
     def __init__(self, home: Path) -> None:
+        self.home = home
         self.path = home / "runs"
 
     def create(self, config: RunConfig) -> RunDir:

@@ -134,23 +134,56 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in wanted)
 
 
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as a safetensors file's header has it; its bytes lie from `begin` to `end` behind the header."""
+
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a safetensors file, which takes its first `size` bytes."""
+
+    size: int
+    metadata: dict[str, str]
+    tensors: dict[str, TensorInfo]
+
+
+def read_header(path: Path) -> Header:
+    """What a safetensors file holds, without reading a tensor. Raises SourceError for what is no such, whole file."""
+    if not _is_file(path):
+        raise SourceError(f"{path} is not a file.")
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            content = json.loads(file.read(length))
+            metadata = content.pop("__metadata__", {})
+            tensors = {
+                name: TensorInfo(str(entry["dtype"]), [int(size) for size in entry["shape"]], *entry["data_offsets"])
+                for name, entry in content.items()
+            }
+            end = max((tensor.end for tensor in tensors.values()), default=0)
+            if path.stat().st_size != 8 + length + end:
+                raise ValueError("it is cut off")
+            return Header(8 + length, {str(key): str(value) for key, value in metadata.items()}, tensors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(
+            f"{path} can't be read as safetensors: it is damaged or something else. Get it again."
+        ) from error
+
+
 def read_shapes(paths: Iterable[Path]) -> dict[str, list[int]]:
     """The tensors of safetensors files by name, with their shapes, from the files' headers alone.
 
     Raises SourceError for what is no such file.
     """
-    shapes: dict[str, list[int]] = {}
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > HEADER_BYTES:
-                    raise ValueError(f"a header of {length} bytes")
-                header = json.loads(file.read(length))
-            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise SourceError(f"{path} can't be read as safetensors. Download the model again.") from error
-    return shapes
+    return {name: tensor.shape for path in paths for name, tensor in read_header(path).tensors.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

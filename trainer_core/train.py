@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trainer_core import adapter, checkpoint, dataset, model, objective, optim, origin, precision
+from trainer_core import adapter, adapter_files, checkpoint, dataset, model, objective, optim, origin, precision
 from trainer_core.config import RunConfig
 from trainer_core.dataset import Sample
 from trainer_core.events import Epoch, Event, Finished, Phase, Skipped, Started, Step, Validation, Warning
@@ -112,12 +112,12 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     validation_loss, validation_step = math.nan, 0
     matched = cast = 0
     if config.start_from:
-        folder = origin.find_adapter(Path(config.start_from))
-        matched, cast = adapter.load(transformer, folder)
+        given = adapter_files.read(Path(config.start_from))
+        matched, cast = adapter.load(transformer, given)
         emit(
             Phase(
                 name="loading_adapter",
-                message=f"Warm start with the weights of {folder}: {matched} of {len(trained)} tensors matched. "
+                message=f"Warm start with the weights of {given.weights}: {matched} of {len(trained)} tensors matched. "
                 "Optimizer, schedule and steps begin anew.",
             )
         )
@@ -134,7 +134,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 f"samples now, {resumed.samples} then, or other contents. Give that data set, or give the checkpoint "
                 "under Start from."
             )
-        matched, cast = adapter.load(transformer, folder)
+        matched, cast = adapter.load(transformer, adapter_files.read(folder))
         states, cast_states = checkpoint.load_optimizer_state(optimizer, transformer, folder, resumed.optimizer)
         if scaler is not None and resumed.scaler:
             scaler.load_state_dict(resumed.scaler)
@@ -241,7 +241,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             scaler=scaler.state_dict() if scaler is not None else None,
             config=config,
         )
-        emit(checkpoint.save(run, module, state, optimizer_tensors))
+        emit(checkpoint.save(run, module, base.variant, state, optimizer_tensors))
         saved_step = step
 
     def finish(reason: Literal["completed", "stopped", "aborted"], message: str) -> Finished:

@@ -1,20 +1,24 @@
 """What the pages' forms do: start, stop, resume and delete a run, download a checkpoint."""
 
+import os
+import shutil
 import tempfile
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from trainer_core import exports
 from trainer_core.config import flatten
 from trainer_core.config_checks import ConfigError, validate
-from trainer_core.run_dir import ACTIVE, slug
+from trainer_core.formats import FORMATS, PRECISIONS
+from trainer_core.run_dir import ACTIVE
+from trainer_core.sources import SourceError
 from webapp import runs
-from webapp.forms import from_form, to_values
+from webapp.forms import from_form, to_values, without_read
 from webapp.pages import form_page, resuming
 from webapp.supervisor import RunActive, start_in_background
 
@@ -28,7 +32,7 @@ async def start(request: Request) -> Response:
     async with request.form() as form:
         data = from_form(form.multi_items())
     values = {name: str(value) for name, value in flatten(data).items()}
-    return await run_in_threadpool(_start, request, data, values)
+    return await run_in_threadpool(_start, request, without_read(data), values)
 
 
 def resume(request: Request) -> Response:
@@ -75,34 +79,44 @@ def delete(request: Request) -> Response:
 
 
 def download(request: Request) -> Response:
-    """A checkpoint as a file to use elsewhere."""
+    """A checkpoint as a file for another program: `format` and `precision` of the query, or the first of each."""
+    from trainer_core import exports  # numpy's memory and start-up time are for those who download
+
     run = runs.requested(request)
     checkpoint = run.find_checkpoint(request.path_params["name"])
     if not checkpoint:
         raise HTTPException(404, "There is no such checkpoint in this run.")
-    asked = request.query_params.get("format", "peft")
-    if asked != "peft":
-        raise HTTPException(400, f"Format {asked!r} was asked for; this version writes peft.")
-    name = f"{slug(run.summary().name) or 'adapter'}-{checkpoint.name}"
-    file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by FileOnce)
+    chosen = request.query_params.get("format", next(iter(FORMATS)))
+    precision = request.query_params.get("precision", next(iter(PRECISIONS)))
+    if chosen not in FORMATS:
+        raise HTTPException(400, f"Format {chosen!r} was asked for; there are {', '.join(FORMATS)}.")
+    if precision not in PRECISIONS:
+        raise HTTPException(400, f"Precision {precision!r} was asked for; there are {', '.join(PRECISIONS)}.")
+    name = exports.file_name(run.summary().name, checkpoint.name, chosen, precision)
+    folder = Path(tempfile.mkdtemp(prefix="descant-"))
     try:
-        size = exports.write_zip(checkpoint, name, file)
+        exports.export(checkpoint, chosen, precision, folder / name)
+        # A file made anew for the rest of a download is the same, and its ETag, which is made of this time, has to be.
+        changed = checkpoint.stat().st_mtime
+        os.utime(folder / name, (changed, changed))
+        return MadeFile(folder / name)
+    except SourceError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise HTTPException(409, str(error)) from error
     except OSError as error:
-        file.close()
-        raise HTTPException(410, f"The checkpoint could not be packed: {error}.") from error
-    headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return FileOnce(file, media_type="application/zip", headers=headers)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise HTTPException(507, f"The file could not be made: {error}.") from error
 
 
-class FileOnce(StreamingResponse):
-    """Sends an open file from its start and closes it, however the download ends."""
+class MadeFile(FileResponse):
+    """Sends a file, or the range of it that is asked for, and removes its folder, however the download ends."""
 
-    def __init__(self, file: BinaryIO, media_type: str, headers: dict[str, str]) -> None:
-        file.seek(0)
-        super().__init__(iter(lambda: file.read(1 << 18), b""), media_type=media_type, headers=headers)
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, filename=path.name, stat_result=path.stat())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        with self._file:
+        try:
             await super().__call__(scope, receive, send)
+        finally:
+            shutil.rmtree(Path(self.path).parent, ignore_errors=True)

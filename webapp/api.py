@@ -1,16 +1,23 @@
 """The same as the pages, as JSON. Every error is {"error": ..., "fields": {...}?}."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from trainer_core import adapter_files
+from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
+from trainer_core.sources import absolute_if_given, plain
 from webapp import runs
 from webapp.supervisor import RunActive, start_in_background
+from webapp.uploads import keep
 
 
 def list_runs(request: Request) -> Response:
@@ -20,12 +27,7 @@ def list_runs(request: Request) -> Response:
 
 async def start(request: Request) -> Response:
     """Start the RunConfig in the body."""
-    try:
-        data = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"The body is not valid JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise HTTPException(422, f"The body is a JSON {type(data).__name__}; send an object with a run's settings.")
+    data = await json_object(request)
     try:
         config = await run_in_threadpool(validate, data)
     except ConfigError as error:
@@ -37,6 +39,17 @@ async def start(request: Request) -> Response:
     except OSError as error:
         raise HTTPException(507, f"The run folder can't be written: {error}.") from error
     return JSONResponse({"id": run.id}, 201)
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    """The body. Raises a 400 or 422."""
+    try:
+        data = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise HTTPException(422, f"The body is a JSON {type(data).__name__}; send an object.")
+    return data
 
 
 def show_run(request: Request) -> Response:
@@ -60,6 +73,34 @@ def events(request: Request) -> Response:
             yield "".join(f"{line}\n" for line in read)
 
     return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+
+async def adapter(request: Request) -> Response:
+    """What is in an adapter: one that is named by {"path": ...}, or uploaded as form files, which are then kept."""
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        async with request.form() as form:
+            uploaded = {
+                file.filename or "": file.file for file in form.getlist("files") if isinstance(file, UploadFile)
+            }
+            found = await run_in_threadpool(_answered, lambda: keep(uploaded, runs.folders(request).home))
+    else:
+        path = (await json_object(request)).get("path")
+        if not isinstance(path, str):
+            raise HTTPException(422, f"path is {path!r}; it takes the path of an adapter's folder or file.")
+        found = await run_in_threadpool(_answered, lambda: adapter_files.read(Path(absolute_if_given(path))))
+    return found
+
+
+def _answered(read: Callable[[], AdapterFile]) -> Response:
+    """The adapter as JSON, or why there is none."""
+    try:
+        found = read()
+    except ValueError as error:
+        raise HTTPException(422, plain(str(error))) from error
+    except OSError as error:
+        raise HTTPException(507, f"The adapter can't be kept: {error}.") from error
+    place = found.weights.parent if found.layout == "peft" else found.weights
+    return JSONResponse({"path": str(place), "adapter": found.settings, "description": str(found)})
 
 
 def after_parameter(value: str | None) -> int:

@@ -28,6 +28,7 @@ def make_app(settings: Settings) -> Starlette:
             WebSocketRoute("/runs/{run_id}/live", live),
             Route("/api/runs", api.list_runs),
             Route("/api/runs", api.start, methods=["POST"]),
+            Route("/api/adapters", api.adapter, methods=["POST"]),
             Route("/api/runs/{run_id}", api.show_run),
             Route("/api/runs/{run_id}/events", api.events),
             Route("/api/runs/{run_id}/stop", api.stop, methods=["POST"]),

@@ -10,7 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from trainer_core.config_checks import ConfigError, validate
-from trainer_core.run_dir import RunFolders
+from trainer_core.formats import FORMATS, PRECISIONS
+from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.sources import SourceError
 from webapp.settings import Settings, StartError, default_home, listen, prepare_home
 from webapp.supervisor import RunActive
 
@@ -23,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="descant",
         description="Train adapters for ACE-Step 1.5. Without a command it serves the pages: descant --port 9000.",
-        epilog="The options of a command: descant serve --help, descant train --help.",
+        epilog="The options of a command: descant serve --help, descant train --help, descant export --help.",
     )
     parser.add_argument("--version", action="version", version=f"descant {metadata.version('descant')}")
     commands = parser.add_subparsers(required=True)
@@ -39,6 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
     train_parser = commands.add_parser("train", parents=[home], help="train a configuration in this terminal")
     train_parser.add_argument("config", type=Path, metavar="CONFIG.json", help="a run's settings")
     train_parser.set_defaults(command=train)
+
+    export_parser = commands.add_parser("export", help="write a checkpoint as a file for another program")
+    export_parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step-000160")
+    for option, allowed in (("format", FORMATS), ("precision", PRECISIONS)):
+        export_parser.add_argument(f"--{option}", choices=allowed, default=next(iter(allowed)), help="(%(default)s)")
+    export_parser.add_argument(
+        "--output", type=Path, metavar="PATH", help="a file or folder (here, named after the run)"
+    )
+    export_parser.set_defaults(command=export)
 
     options = parser.parse_args(given)
     try:
@@ -102,6 +113,27 @@ def train(options: argparse.Namespace) -> int:
         return terminal.train(RunFolders(prepare_home(options.home)), config)
     except RunActive as error:
         raise StartError(str(error)) from error
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a checkpoint as a file for another program, and say what is in it."""
+    from trainer_core import exports
+
+    checkpoint: Path = options.checkpoint.expanduser().absolute()
+    run = str(RunDir(checkpoint.parent.parent).settings().get("name", ""))
+    output: Path = options.output or Path()
+    if output.is_dir():
+        output /= exports.file_name(run, checkpoint.name, options.format, options.precision)
+    if output.exists():
+        raise StartError(f"{output} is there already. Remove it, or give another --output.")
+    try:
+        tensors = exports.export(checkpoint, options.format, options.precision, output)
+    except SourceError as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        raise StartError(f"{output} can't be written: {error}.") from error
+    print(f"{output}: {tensors} tensors, {output.stat().st_size:,} bytes, {options.format}, {options.precision}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from trainer_core.config import RunConfig, Section, allowed, as_text, choices, fields, flatten, is_number
 
 
@@ -38,9 +40,9 @@ def form_sections(values: Mapping[str, str], errors: Mapping[str, str] | None = 
     sections: dict[str, FormSection] = {}
     for name, info in fields().items():
         group = name.rpartition(".")[0]
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        extra = _extra(info)
         options = choices(info)
-        kind = "choice" if options else "number" if is_number(info) else "text"
+        kind = "choice" if options else "number" if is_number(info) else str(extra.get("kind", "text"))
         field = FormField(
             name=name,
             label=info.title or name,
@@ -75,6 +77,19 @@ def from_form(items: Iterable[tuple[str, object]]) -> dict[str, Any]:
         else:
             data[name] = str(value)
     return data
+
+
+def without_read(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` without the settings that the form hides beside an adapter to start from: they are read from that."""
+    adapter = data.get("adapter")
+    if not str(data.get("start_from", "")).strip() or not isinstance(adapter, dict):
+        return data
+    read = {name for name, info in fields().items() if "start_from" in _extra(info).get("only", {})}
+    return data | {"adapter": {name: value for name, value in adapter.items() if f"adapter.{name}" not in read}}
+
+
+def _extra(info: FieldInfo) -> dict[str, Any]:
+    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
 def _title(group: str) -> str:

@@ -1,14 +1,16 @@
 """The pages a person looks at."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.templating import Jinja2Templates
 
+from trainer_core.formats import FORMATS, PRECISIONS, Kind, refusal
 from trainer_core.run_dir import RunDir, RunSummary
 from webapp import runs
 from webapp.forms import form_sections, to_values
@@ -81,10 +83,16 @@ def run_page(request: Request) -> Response:
     """One run, live."""
     run = runs.requested(request)
     summary = run.summary()
+    settings = run.settings()
     origin = summary.resume_from or summary.start_from or ""
+    adapter = to_values(settings)["adapter.type"]
     context = {
         "run": summary,
-        "settings": form_sections(to_values(run.settings())),
+        "settings": form_sections(to_values(settings)),
+        "formats": {
+            name: asdict(format) | {"refusal": refusal(name, cast(Kind, adapter))} for name, format in FORMATS.items()
+        },
+        "precisions": PRECISIONS,
         "origin": {"exact": bool(summary.resume_from), "checkpoint": Path(origin).name, "path": origin}
         if origin
         else None,

@@ -8,6 +8,15 @@ export function showCheckpoints(store, page) {
   const empty = page.querySelector("[data-checkpoints-empty]");
   const template = page.querySelector("[data-checkpoint-template]");
 
+  const downloads = page.querySelector("[data-download-as]");
+  const choices = [...downloads.querySelectorAll("[data-download]")];
+  const offerDownloads = () => {
+    const query = new URLSearchParams(choices.map((choice) => [choice.dataset.download, choice.value]));
+    for (const link of list.querySelectorAll('[data-cell="download"]')) link.search = query;
+    downloads.querySelector("[data-download-help]").textContent = choices[0].selectedOptions[0].dataset.help;
+  };
+  downloads.addEventListener("change", offerDownloads);
+
   redrawOn(store, ["run", "finished"], () => {
     if (!store.run) return;
     const { id, checkpoints } = store.run;
@@ -24,6 +33,8 @@ export function showCheckpoints(store, page) {
       row.querySelector('[data-cell="best"]').hidden = !best;
       row.querySelector('[data-cell="resume"]').hidden = !resumable || store.isActive;
     }
+    offerDownloads();
+    downloads.hidden = checkpoints.length === 0;
     empty.hidden = checkpoints.length > 0;
     empty.textContent = store.isFinal ? "None was written." : "None yet. One is written every few epochs and when you stop.";
   });

@@ -60,7 +60,7 @@ def save(run: RunDir, adapted: model.LoadedModel) -> Checkpoint:
         scaler=None,
         config=run.load_config(),
     )
-    return checkpoint.save(run, adapted.transformer, state, tensors)
+    return checkpoint.save(run, adapted.transformer, "base", state, tensors)
 
 
 def test_names_shapes_and_config_are_those_of_the_original_trainer(run: RunDir, adapted: model.LoadedModel) -> None:

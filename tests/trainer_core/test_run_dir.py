@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import make_run
 from trainer_core import run_dir
+from trainer_core.adapter_files import ADAPTER_FILES
 from trainer_core.config import RunConfig
-from trainer_core.origin import ADAPTER_FILES
 from trainer_core.run_dir import RunDir, RunFolders, Status
 
 STARTED = {"type": "started", "total_steps": 9, "total_epochs": 3}

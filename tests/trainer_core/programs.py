@@ -1,0 +1,146 @@
+"""What other programs make of an adapter's file: the change of each weight, by ACE-Step's module name.
+
+PEFT, diffusers and LyCORIS are the real ones. ComfyUI has no package: its rule is written down here as its
+comfy/lora.py and comfy/weight_adapter/ have it (those of 0.16; the branch for ACE-Step 1.5, LoRAAdapter, LoKrAdapter,
+weight_decompose).
+"""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AceStepPipeline
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.conftest import FIXTURE
+from trainer_core import model
+from trainer_core.naming import to_original
+
+Changes = dict[str, Tensor]
+
+
+def base_weights() -> Changes:
+    """The fixture model's weights as ComfyUI has them, without `diffusion_model.decoder.`."""
+    weights = load_file(FIXTURE / "checkpoint" / "model.safetensors")
+    return {name.removeprefix("decoder."): t.float() for name, t in weights.items() if name.startswith("decoder.")}
+
+
+class Original(nn.Module):
+    """Linear layers under ACE-Step's names, with the weights of the fixture model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = base_weights()
+        for name, module in model.load(str(FIXTURE / "checkpoint")).transformer.named_modules():
+            if isinstance(module, nn.Linear):
+                path = to_original(f".{name}.").strip(".").split(".")
+                parent: nn.Module = self
+                for part in path[:-1]:
+                    if not hasattr(parent, part):
+                        parent.add_module(part, nn.Module())
+                    parent = parent.get_submodule(part)
+                layer = nn.Linear(module.in_features, module.out_features, bias=False)
+                layer.weight.data = weights[f"{'.'.join(path)}.weight"].clone()
+                parent.add_module(path[-1], layer)
+
+
+def merged(adapted: nn.Module) -> Changes:
+    """What PEFT's own merge makes of the adapted layers' weights."""
+    changes = {}
+    for name, layer in list(adapted.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight  # type: ignore[union-attr]
+            before = weight.detach().clone()  # type: ignore[union-attr, operator]
+            layer.merge()  # type: ignore[attr-defined]
+            changes[to_original(f".{name}.").strip(".").removeprefix("base_model.model.")] = weight.detach() - before  # type: ignore[union-attr, operator]
+            layer.unmerge()
+    return changes
+
+
+def peft(archive: Path, folder: Path) -> Changes:
+    """PEFT's, from the zip."""
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(folder)
+    (unpacked,) = folder.iterdir()
+    return merged(PeftModel.from_pretrained(Original(), str(unpacked)))
+
+
+def diffusers(file: Path, pipeline: AceStepPipeline) -> Changes:
+    """The pipeline's; the adapter stays in its transformer."""
+    pipeline.load_lora_weights(str(file))
+    return merged(pipeline.transformer)
+
+
+def comfyui_names() -> set[str]:
+    """What ComfyUI takes for the name of a module of ACE-Step 1.5, by the weights of the model."""
+    modules = {name.removesuffix(".weight") for name in base_weights() if name.endswith(".weight")}
+    return {f"base_model.model.{name}" for name in modules} | {f"lycoris_{name.replace('.', '_')}" for name in modules}
+
+
+def comfyui(file: Path) -> Changes:
+    """ComfyUI's, at strength 1. Every tensor of the file has to be one that it loads."""
+    tensors = load_file(file)
+    used: set[str] = set()
+
+    def get(name: str) -> Tensor | None:
+        used.add(name)
+        return tensors[name].float() if name in tensors else None
+
+    changes = {}
+    for name, weight in base_weights().items():
+        module = name.removesuffix(".weight")
+        for x in (f"base_model.model.{module}", f"lycoris_{module.replace('.', '_')}"):
+            alpha, dora_scale = get(f"{x}.alpha"), get(f"{x}.dora_scale")
+            up, down = get(f"{x}.lora_up.weight"), get(f"{x}.lora_down.weight")
+            w1, w2 = get(f"{x}.lokr_w1"), get(f"{x}.lokr_w2")
+            w1_a, w1_b = get(f"{x}.lokr_w1_a"), get(f"{x}.lokr_w1_b")
+            w2_a, w2_b = get(f"{x}.lokr_w2_a"), get(f"{x}.lokr_w2_b")
+            rank = None
+            if up is not None and down is not None:
+                difference, rank = up @ down, down.shape[0]
+            elif w1 is not None or w1_a is not None:
+                if w1_a is not None and w1_b is not None:
+                    w1, rank = w1_a @ w1_b, w1_b.shape[0]
+                if w2_a is not None and w2_b is not None:
+                    w2, rank = w2_a @ w2_b, w2_b.shape[0]
+                assert w1 is not None
+                assert w2 is not None
+                difference = torch.kron(w1, w2).reshape(weight.shape)
+            else:
+                continue
+            if alpha is not None and rank is not None:
+                difference = difference * (alpha.item() / rank)
+            if dora_scale is None:
+                changes[module] = difference
+            else:
+                assert dora_scale.shape == (weight.shape[0], 1)  # else it would take the norms of columns
+                norm = weight.norm(dim=1, keepdim=True) + torch.finfo(torch.float32).eps
+                changes[module] = (weight + difference) * (dora_scale / norm) - weight
+    assert set(tensors) <= used, "ComfyUI would warn: lora key not loaded"
+    return changes
+
+
+def ace_step_lokr(file: Path) -> Iterator[Changes]:
+    """LyCORIS' as ACE-Step builds and loads it: in use, and when it is merged."""
+    from lycoris import LycorisNetwork, create_lycoris
+
+    with safe_open(file, framework="pt") as opened:
+        config: dict[str, Any] = json.loads(opened.metadata()["lokr_config"])
+    targets = config.pop("target_modules")
+    decoder = Original()
+    LycorisNetwork.apply_preset({"unet_target_name": targets, "target_name": targets})
+    network = create_lycoris(decoder, 1.0, algo="lokr", **config)
+    network.apply_to()
+    assert "unexpected keys" not in network.load_weights(str(file))
+    names = {f"lycoris_{name.replace('.', '_')}": name for name, _ in decoder.named_modules()}
+    for change in (lambda m: m.get_weight(m.shape), lambda m: m.get_diff_weight(shape=m.shape)[0]):
+        changes = {names[module.lora_name]: change(module).detach() for module in network.loras}
+        # It makes modules for all linear layers; those that the file lacks do nothing.
+        yield {name: tensor for name, tensor in changes.items() if tensor.any()}

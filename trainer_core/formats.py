@@ -1,0 +1,130 @@
+"""The files that hold an adapter elsewhere: what each program calls its tensors, and what it can hold.
+
+Light: the pages offer the formats by it. `exports` writes them, `adapter_files` reads them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainer_core.naming import from_flat, to_diffusers, to_original
+
+FormatName = Literal["peft", "diffusers", "comfyui"]
+Kind = Literal["lora", "dora", "lokr"]
+Precision = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["peft", "diffusers", "comfyui", "lycoris", "ai-toolkit"]
+
+PRECISIONS: dict[Precision, str] = {
+    "bf16": "bf16, half the size",
+    "fp16": "fp16, half the size",
+    "fp32": "fp32, as trained",
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of download."""
+
+    title: str
+    help: str
+    suffix: str
+
+
+FORMATS: dict[FormatName, Format] = {
+    "peft": Format(
+        "ACE-Step / PEFT",
+        "A zip with the folder that ACE-Step's page and PEFT load. Takes every adapter.",
+        ".zip",
+    ),
+    "diffusers": Format(
+        "diffusers",
+        "One file for AceStepPipeline.load_lora_weights, from diffusers 0.40. Takes LoRA.",
+        ".safetensors",
+    ),
+    "comfyui": Format(
+        "ComfyUI",
+        "One file for ComfyUI from 0.14.1, or from 0.16 for LoKr, which ACE-Step loads too. Takes every adapter.",
+        ".safetensors",
+    ),
+}
+
+
+def refusal(name: FormatName, kind: Kind) -> str | None:
+    """Why the format can't hold an adapter of this kind; None where it can."""
+    if name == "diffusers" and kind == "dora":
+        return (
+            "diffusers drops a DoRA's magnitudes, and no plain LoRA equals it: they scale whole rows of the base "
+            "weights. Choose ACE-Step / PEFT or ComfyUI."
+        )
+    if name == "diffusers" and kind == "lokr":
+        return "AceStepPipeline.load_lora_weights takes LoRA only, no LoKr. Choose ACE-Step / PEFT or ComfyUI."
+    return None
+
+
+# Prefix of each layout's tensor names. PEFT's comes last: ComfyUI's is the same, its parts differ.
+PREFIXES: dict[Layout, str] = {
+    "lycoris": "lycoris_",
+    "diffusers": "transformer.",
+    "ai-toolkit": "diffusion_model.decoder.",
+    "comfyui": "base_model.model.",
+    "peft": "base_model.model.",
+}
+# What ComfyUI calls the parts of a LoRA or DoRA; a LoKr's are called the same everywhere.
+COMFYUI_PARTS = {
+    "lora_A.weight": "lora_down.weight",
+    "lora_B.weight": "lora_up.weight",
+    "lora_magnitude_vector": "dora_scale",
+}
+LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+PARTS = {ours: ours for ours in (*COMFYUI_PARTS, *LOKR_PARTS, "alpha")} | {
+    theirs: ours for ours, theirs in COMFYUI_PARTS.items()
+}
+"""Every part by each of its names, as PEFT calls it. `alpha` is no part of PEFT's."""
+_NAME = re.compile(rf"(?P<module>.+?)\.(?P<part>{'|'.join(map(re.escape, PARTS))})")
+
+
+def tensor_name(layout: Layout, module: str, part: str) -> str:
+    """What `layout` calls a part, by PEFT's name, of ACE-Step's module `module`."""
+    if layout == "lycoris":
+        module = module.replace(".", "_")
+    elif layout == "diffusers":
+        module = to_diffusers(f".{module}.").strip(".")
+    elif layout == "comfyui":
+        part = COMFYUI_PARTS.get(part, part)
+    return f"{PREFIXES[layout]}{module}.{part}"
+
+
+def parse_name(layout: Layout, name: str) -> tuple[str, str] | None:
+    """The inverse of `tensor_name`: ACE-Step's module and PEFT's part, or None for a tensor of anything else."""
+    found = _NAME.fullmatch(name.removeprefix(PREFIXES[layout]))
+    if not found or not name.startswith(PREFIXES[layout]):
+        return None
+    module: str | None = found["module"]
+    if layout == "lycoris":
+        module = from_flat(found["module"])
+    elif layout == "diffusers":
+        module = to_original(f".{module}.").strip(".")
+    return (module, PARTS[found["part"]]) if module else None
+
+
+def recognise(names: Iterable[str]) -> Layout | None:
+    """The layout of a file with these tensors; None where it is none of them."""
+    known = list(names)
+    for layout, prefix in PREFIXES.items():
+        mine = [name for name in known if name.startswith(prefix)]
+        if mine and (layout != "comfyui" or any(is_comfyui(name) for name in mine)):
+            return layout
+    return None
+
+
+def is_comfyui(name: str) -> bool:
+    """Whether a tensor named so, with PEFT's prefix, is ComfyUI's."""
+    return name.endswith((".alpha", *(f".{part}" for part in COMFYUI_PARTS.values())))
+
+
+def scale(settings: Mapping[str, Any]) -> float:
+    """How many times as strong as its tensors PEFT plays an adapter of these settings of AdapterConfig."""
+    rank: int = settings["rank"]
+    alpha: float = settings["alpha"]
+    return alpha / (rank**0.5 if settings.get("rank_stabilized") else rank)
