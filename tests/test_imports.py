@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIGHT = {"config", "config_checks", "events", "run_dir", "exports", "sources"}
+LIGHT = {"adapter_files", "config", "config_checks", "events", "exports", "formats", "run_dir", "sources"}
 
 
 @pytest.mark.parametrize("module", ["webapp.app", "webapp.cli"])
@@ -17,6 +17,19 @@ def test_the_web_application_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_an_export_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainer_core.exports import export; "
+        "print([export(Path(sys.argv[1]), name, 'bf16', Path(sys.argv[2]) / name) for name in sys.argv[3:]], "
+        "'torch' in sys.modules)"
+    )
+    arguments = [ROOT / "tests/fixtures/acestep-original-base/adapter", tmp_path, "peft", "diffusers", "comfyui"]
+    printed = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "[64, 64, 96] False"
 
 
 def test_webapp_imports_only_the_cores_light_modules() -> None:

@@ -36,7 +36,8 @@ DORA_PARTS = LORA_PARTS | {"lora_magnitude_vector"}
 LOKR_FACTORS = (({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}), ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}))
 WHOLE = {"lokr_w1", "lokr_w2"}
 SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
-MAX_RANK, MAX_ALPHA = 1024, 4096
+MAX_RANK, MAX_ALPHA = 1024, 4096  # as AdapterConfig has them
+MAX_NUMBER = 1e9
 
 Parts = Mapping[str, list[int]]
 """The shapes of one module's tensors, by PEFT's name of the part."""
@@ -62,6 +63,11 @@ class AdapterFile:
         """LoRA, DoRA or LoKr."""
         kind: Kind = self.settings["type"]
         return kind
+
+    @property
+    def place(self) -> Path:
+        """What a person calls it: PEFT's folder, or the file."""
+        return self.weights.parent if self.layout == "peft" else self.weights
 
     def weight_shapes(self) -> dict[str, list[int]]:
         """[out, in] of the linear layers it was made for."""
@@ -114,9 +120,8 @@ def read(source: Path) -> AdapterFile:
     layout = recognise(header.tensors)
     if layout is None:
         raise SourceError(
-            f"{weights} holds no adapter for ACE-Step 1.5 that Descant knows: its {len(header.tensors)} tensors "
-            f"({plain(shorten(header.tensors), 200)}) have the names of none of PEFT, diffusers, ComfyUI, LyCORIS and "
-            "ai-toolkit."
+            f"{weights} holds no adapter for ACE-Step 1.5 that Descant knows: 0 of its {len(header.tensors)} tensors "
+            f"({plain(shorten(header.tensors), 200)}) are called as PEFT, diffusers, ComfyUI, LyCORIS or ai-toolkit do."
         )
     names: dict[str, tuple[str, str]] = {}
     modules: dict[str, dict[str, list[int]]] = defaultdict(dict)
@@ -141,7 +146,7 @@ def read(source: Path) -> AdapterFile:
         )
     kind = _kind(weights, modules)
     if layout == "peft":
-        settings = _peft_settings(weights, kind)
+        settings = _peft_settings(weights, kind, modules)
     elif layout == "diffusers":
         settings = _diffusers_settings(weights, header, _rank(weights, modules))
     elif kind == "lokr":
@@ -229,7 +234,7 @@ def _rank(weights: Path, modules: Mapping[str, Parts]) -> int:
     return ranks.pop() if ranks else 0
 
 
-def _peft_settings(weights: Path, kind: Kind) -> dict[str, Any]:
+def _peft_settings(weights: Path, kind: Kind, modules: Mapping[str, Parts]) -> dict[str, Any]:
     described = weights.with_name(ADAPTER_FILES[0])
     if not described.is_file():
         raise SourceError(
@@ -251,10 +256,11 @@ def _peft_settings(weights: Path, kind: Kind) -> dict[str, Any]:
             f"{weights.parent} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train."
         )
     alpha = "alpha" if kind == "lokr" else "lora_alpha"
-    for key in ("r", alpha):
-        if not isinstance(found.get(key), int | float) or isinstance(found[key], bool):
-            raise SourceError(f"{described}: {key} is {plain(repr(found.get(key)), 50)}, not a number.")
-    settings = {"rank": found["r"], "alpha": found[alpha]}
+    settings = {"rank": _number(described, found, "r"), "alpha": _number(described, found, alpha)}
+    if settings["rank"] != _rank(weights, modules) and not (
+        kind == "lokr" and settings["rank"] in range(1, MAX_RANK + 1)
+    ):
+        raise SourceError(f"{described}: r is {found['r']}, the tensors beside it have rank {_rank(weights, modules)}.")
     if kind == "lokr":
         return settings | {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
     return settings | {"rank_stabilized": bool(found.get("use_rslora"))}
@@ -266,17 +272,17 @@ def _diffusers_settings(weights: Path, header: Header, rank: int) -> dict[str, A
     options = {key.removeprefix("transformer."): value for key, value in found.items()}
     if odd := [key for key in ODD_OPTIONS if options.get(key)]:
         raise SourceError(f"{weights} holds an adapter with {shorten(odd)}, which Descant does not train.")
-    alpha = options.get("lora_alpha", rank)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise SourceError(f"{weights}: lora_alpha is {plain(repr(alpha), 50)}, not a number.")
+    alpha = _number(weights, {"lora_alpha": rank} | options, "lora_alpha")
     return {"rank": rank, "alpha": alpha, "rank_stabilized": bool(options.get("use_rslora"))}
 
 
 def _lokr_settings(weights: Path, header: Header, modules: Mapping[str, Parts]) -> dict[str, Any]:
     found = _json_object(header.metadata.get("lokr_config"))
     factor = found.get("factor")
-    if not isinstance(factor, int) or factor in (0, 1):  # with this one as much comes out as is in the file
-        factor = max(max(_whole(parts, "lokr_w1")) for parts in modules.values())
+    if not isinstance(factor, int) or factor in (0, 1):
+        first = [size for parts in modules.values() for size in _whole(parts, "lokr_w1")]
+        sides = [size for parts in modules.values() for size in _weight_shape(parts)]
+        factor = -1 if first == list(map(_even_split, sides)) else max(first)
     rank = _rank(weights, modules)
     if not rank:  # any that leaves both matrices whole
         least = max(math.ceil(max(_whole(parts, "lokr_w2")) / 2) for parts in modules.values())
@@ -291,12 +297,20 @@ def _whole(parts: Parts, factor: str) -> list[int]:
     return parts.get(factor) or [parts[f"{factor}_a"][0], parts[f"{factor}_b"][1]]
 
 
+def _even_split(size: int) -> int:
+    """The smaller of the two factors of `size` that are closest to each other."""
+    return max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
+
+
 def _scalar(weights: Path, header: Header, name: str) -> float:
     """The one number in a tensor. Raises SourceError for anything else."""
     tensor = header.tensors[name]
-    with weights.open("rb") as file:
-        file.seek(header.size + tensor.begin)
-        raw = file.read(tensor.end - tensor.begin)
+    try:
+        with weights.open("rb") as file:
+            file.seek(header.size + tensor.begin)
+            raw = file.read(min(tensor.end - tensor.begin, 16))
+    except OSError as error:
+        raise SourceError(f"{weights} can't be read: {error.strerror}.") from error
     if tensor.dtype == "BF16":  # the upper half of an fp32
         raw, form = b"\0\0" + raw, "<f"
     else:
@@ -307,6 +321,14 @@ def _scalar(weights: Path, header: Header, name: str) -> float:
         raise SourceError(f"{weights}: {name} is not one number ({tensor.dtype}, {tensor.shape}).") from error
     if not math.isfinite(value):
         raise SourceError(f"{weights}: {name} is {value}.")
+    return value
+
+
+def _number(place: Path, values: Mapping[str, Any], key: str) -> float:
+    """The finite number at `key`. Raises SourceError for anything else."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
+        raise SourceError(f"{place}: {key} is {plain(repr(value), 50)}, not a number.")
     return value
 
 

@@ -20,7 +20,6 @@ from typing import IO, Any
 import numpy
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from trainer_core import adapter_files, formats
 from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
@@ -32,6 +31,7 @@ from trainer_core.sources import SourceError, read_shapes, shorten
 
 Array = numpy.ndarray[Any, Any]
 DTYPES: dict[Precision, Any] = {"bf16": bfloat16, "fp16": numpy.float16, "fp32": numpy.float32}
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 FP32_PARTS = ("alpha", "lora_magnitude_vector")
 # Of a file in a zip: the same checkpoint always gives the same bytes, so that a download can be resumed.
 ZIP_DATE = (1980, 1, 1, 0, 0, 0)
@@ -146,10 +146,25 @@ def _cast(tensor: Array, precision: Precision) -> Array:
 
 
 def _write(tensors: dict[str, Array], metadata: dict[str, str], target: Path) -> None:
-    """Write a safetensors file and read back from its header that all is there."""
-    save_file({key: numpy.asarray(tensor, order="C") for key, tensor in tensors.items()}, target, metadata)
-    expected = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    if read_shapes([target]) != expected or target.stat().st_size < sum(tensor.nbytes for tensor in tensors.values()):
+    """Write a safetensors file, and read back from its header that all is there.
+
+    Not with the package's own function: it shuffles the metadata at every call, and a download can only be resumed
+    with the same bytes.
+    """
+    order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))  # so that each begins at a multiple of it
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for key in order:
+        begin, end = end, end + tensors[key].nbytes
+        dtype = DTYPE_NAMES[tensors[key].dtype.name]
+        header[key] = {"dtype": dtype, "shape": list(tensors[key].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in order:
+            file.write(tensors[key].astype(tensors[key].dtype.newbyteorder("<"), copy=False).tobytes())
+    if read_shapes([target]) != {key: list(tensor.shape) for key, tensor in tensors.items()}:
         raise OSError(f"{target} does not hold the {len(tensors)} tensors that were written to it")
 
 

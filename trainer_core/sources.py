@@ -169,10 +169,10 @@ def read_header(path: Path) -> Header:
                 for name, entry in content.items()
             }
             end = max((tensor.end for tensor in tensors.values()), default=0)
-            if path.stat().st_size != 8 + length + end:
-                raise ValueError("it is cut off")
+            if path.stat().st_size != 8 + length + end or any(not 0 <= t.begin <= t.end for t in tensors.values()):
+                raise ValueError("the tensors lie where the file is not")
             return Header(8 + length, {str(key): str(value) for key, value in metadata.items()}, tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SourceError(
             f"{path} can't be read as safetensors: it is damaged or something else. Get it again."
         ) from error

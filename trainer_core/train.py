@@ -117,7 +117,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         emit(
             Phase(
                 name="loading_adapter",
-                message=f"Warm start with the weights of {given.weights}: {matched} of {len(trained)} tensors matched. "
+                message=f"Warm start with the weights of {given.place}: {matched} of {len(trained)} tensors matched. "
                 "Optimizer, schedule and steps begin anew.",
             )
         )

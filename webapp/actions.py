@@ -80,7 +80,8 @@ def delete(request: Request) -> Response:
 
 def download(request: Request) -> Response:
     """A checkpoint as a file for another program: `format` and `precision` of the query, or the first of each."""
-    from trainer_core import exports  # numpy's memory and start-up time are for those who download
+    # Here, since numpy's memory and start-up time are for those who download.
+    from trainer_core import exports
 
     run = runs.requested(request)
     checkpoint = run.find_checkpoint(request.path_params["name"])

@@ -14,7 +14,7 @@ from trainer_core import adapter_files
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
-from trainer_core.sources import absolute_if_given, plain
+from trainer_core.sources import absolute_folder, plain
 from webapp import runs
 from webapp.supervisor import RunActive, start_in_background
 from webapp.uploads import keep
@@ -87,7 +87,7 @@ async def adapter(request: Request) -> Response:
         path = (await json_object(request)).get("path")
         if not isinstance(path, str):
             raise HTTPException(422, f"path is {path!r}; it takes the path of an adapter's folder or file.")
-        found = await run_in_threadpool(_answered, lambda: adapter_files.read(Path(absolute_if_given(path))))
+        found = await run_in_threadpool(_answered, lambda: adapter_files.read(Path(absolute_folder(path))))
     return found
 
 
@@ -99,8 +99,7 @@ def _answered(read: Callable[[], AdapterFile]) -> Response:
         raise HTTPException(422, plain(str(error))) from error
     except OSError as error:
         raise HTTPException(507, f"The adapter can't be kept: {error}.") from error
-    place = found.weights.parent if found.layout == "peft" else found.weights
-    return JSONResponse({"path": str(place), "adapter": found.settings, "description": str(found)})
+    return JSONResponse({"path": str(found.place), "adapter": found.settings, "description": str(found)})
 
 
 def after_parameter(value: str | None) -> int:

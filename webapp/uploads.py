@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -18,7 +19,7 @@ MAX_BYTES = 4 << 30
 PIECE = 1 << 20
 
 
-def keep(files: dict[str, IO[bytes]], home: Path) -> AdapterFile:
+def keep(files: Mapping[str, IO[bytes]], home: Path) -> AdapterFile:
     """Copy the adapter in the uploaded `files`, by name, into `home`; the same one again is kept once.
 
     It may be one .safetensors file, the two files of a PEFT folder, or a zip of that folder.
@@ -47,7 +48,7 @@ def keep(files: dict[str, IO[bytes]], home: Path) -> AdapterFile:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _unpack(files: dict[str, IO[bytes]], folder: Path) -> str:
+def _unpack(files: Mapping[str, IO[bytes]], folder: Path) -> str:
     """Write the adapter's files into `folder` by names of our own; what to call it."""
     if sorted(files) == sorted(ADAPTER_FILES):
         for name, file in files.items():

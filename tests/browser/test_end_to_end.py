@@ -101,11 +101,12 @@ def test_first_light(server: Server, open_page: OpenPage, tmp_path: Path) -> Non
 
     newest = page.locator("[data-checkpoints] [data-checkpoint]").first
     expect(newest).to_contain_text("Step 160 · epoch 40")
+    page.locator("[data-download=precision]").select_option("fp32")
     with page.expect_download() as download:
         newest.get_by_role("link", name="Download").click()
     archive = tmp_path / download.value.suggested_filename
     download.value.save_as(archive)
-    assert archive.name == "my-adapter-step-000160.zip"
+    assert archive.name == "my-adapter-step-000160-peft-fp32.zip"
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(tmp_path)
     folder = tmp_path / archive.stem

@@ -102,10 +102,13 @@ def test_stop_saves_a_checkpoint_that_can_be_downloaded(server: Server, open_pag
     expect(page.locator("[data-outcome]")).to_contain_text(f"Stopped after step {last}")
     row = page.locator("[data-checkpoints] [data-checkpoint]")
     expect(row).to_contain_text(f"Step {last:,}")
-    with page.expect_download() as download:
-        row.get_by_role("link", name="Download").click()
-    download.value.save_as(tmp_path / "adapter.zip")
-    assert (tmp_path / "adapter.zip").stat().st_size > run.list_checkpoints()[0].bytes
+    for chosen, suffix in (("comfyui", "-comfyui-bf16.safetensors"), ("peft", "-peft-bf16.zip")):
+        page.locator("[data-download=format]").select_option(chosen)
+        with page.expect_download() as download:
+            row.get_by_role("link", name="Download").click()
+        assert download.value.suggested_filename.endswith(f"-{run.list_checkpoints()[0].name}{suffix}")
+        download.value.save_as(tmp_path / chosen)
+        assert (tmp_path / chosen).stat().st_size > run.list_checkpoints()[0].bytes / 2
     page.get_by_role("button", name="Continue training").click()
     expect(page.locator("[data-origin]")).to_contain_text(
         f"Continues {run.summary().name}, {run.list_checkpoints()[0].name}"

@@ -6,18 +6,23 @@ weight_decompose).
 """
 
 import json
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AceStepPipeline
+from diffusers import AceStepPipeline, AutoencoderOobleck, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 from tests.conftest import FIXTURE
 from trainer_core import model
@@ -56,10 +61,12 @@ def merged(adapted: nn.Module) -> Changes:
     changes = {}
     for name, layer in list(adapted.named_modules()):
         if isinstance(layer, BaseTunerLayer):
-            weight = layer.get_base_layer().weight  # type: ignore[union-attr]
-            before = weight.detach().clone()  # type: ignore[union-attr, operator]
-            layer.merge()  # type: ignore[attr-defined]
-            changes[to_original(f".{name}.").strip(".").removeprefix("base_model.model.")] = weight.detach() - before  # type: ignore[union-attr, operator]
+            base = layer.get_base_layer()
+            assert isinstance(base, nn.Linear)
+            before = base.weight.detach().clone()
+            layer.merge()
+            module = to_original(f".{name}.").strip(".").removeprefix("base_model.model.")
+            changes[module] = base.weight.detach() - before
             layer.unmerge()
     return changes
 
@@ -70,12 +77,6 @@ def peft(archive: Path, folder: Path) -> Changes:
         opened.extractall(folder)
     (unpacked,) = folder.iterdir()
     return merged(PeftModel.from_pretrained(Original(), str(unpacked)))
-
-
-def diffusers(file: Path, pipeline: AceStepPipeline) -> Changes:
-    """The pipeline's; the adapter stays in its transformer."""
-    pipeline.load_lora_weights(str(file))
-    return merged(pipeline.transformer)
 
 
 def comfyui_names() -> set[str]:
@@ -140,7 +141,42 @@ def ace_step_lokr(file: Path) -> Iterator[Changes]:
     network.apply_to()
     assert "unexpected keys" not in network.load_weights(str(file))
     names = {f"lycoris_{name.replace('.', '_')}": name for name, _ in decoder.named_modules()}
-    for change in (lambda m: m.get_weight(m.shape), lambda m: m.get_diff_weight(shape=m.shape)[0]):
-        changes = {names[module.lora_name]: change(module).detach() for module in network.loras}
-        # It makes modules for all linear layers; those that the file lacks do nothing.
+    used = {names[module.lora_name]: module.get_weight(module.shape).detach() for module in network.loras}
+    merged = {
+        names[module.lora_name]: module.get_diff_weight(shape=module.shape)[0].detach() for module in network.loras
+    }
+    for changes in (used, merged):  # it has modules for all linear layers; those that the file lacks do nothing
         yield {name: tensor for name, tensor in changes.items() if tensor.any()}
+
+
+def tiny_pipeline(folder: Path) -> None:
+    """Write an AceStepPipeline with the fixture model's transformer; all its other parts are as small as they go."""
+    heads: Any = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, for the autoencoder's weight norms
+        autoencoder = AutoencoderOobleck(4, [2], [1], decoder_channels=4, decoder_input_channels=64)
+        words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+        AceStepPipeline(
+            vae=autoencoder,
+            text_encoder=Qwen3Model(
+                Qwen3Config(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
+            ),
+            tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"),  # type: ignore[no-untyped-call]
+            transformer=model.load(str(FIXTURE / "checkpoint")).transformer,
+            condition_encoder=AceStepConditionEncoder(
+                hidden_size=64,
+                intermediate_size=16,
+                text_hidden_dim=16,
+                num_lyric_encoder_hidden_layers=1,
+                num_timbre_encoder_hidden_layers=1,
+                **heads,
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
+        ).save_pretrained(folder)
+
+
+def load_pipeline(folder: Path) -> AceStepPipeline:
+    """The pipeline in `folder`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return AceStepPipeline.from_pretrained(folder)

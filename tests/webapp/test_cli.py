@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.conftest import Server, fixture_settings, read_events, wait_for
+from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, wait_for
 from trainer_core.run_dir import RunFolders
 
 
@@ -106,3 +109,42 @@ def test_train_is_refused_while_another_run_is_active(server: Server, tmp_path: 
     assert outcome.returncode == 2
     assert "fixture is being trained" in outcome.stderr
     assert [each.id for each in RunFolders(server.home)] == [run.id]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A run's checkpoint: ACE-Step's own adapter."""
+    run = make_run(tmp_path, name="Funk")
+    return Path(shutil.copytree(FIXTURE / "adapter", run.checkpoints / "step-000006"))
+
+
+def test_export_writes_what_the_page_offers(checkpoint: Path, tmp_path: Path) -> None:
+    outcome = descant("export", checkpoint, "--format", "comfyui", "--output", tmp_path)
+    file = tmp_path / "funk-step-000006-comfyui-bf16.safetensors"
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout == f"{file}: 96 tensors, {file.stat().st_size:,} bytes, comfyui, bf16\n"
+    assert len(load_file(file)) == 96
+    outcome = descant("export", checkpoint, "--precision", "fp32", "--output", tmp_path / "mine.zip")
+    assert "64 tensors" in outcome.stdout
+    assert zipfile.ZipFile(tmp_path / "mine.zip").namelist()[0] == "mine/HOW-TO-LOAD.txt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{checkpoint}/nothing"], "There is no file or folder"),
+        (
+            ["{checkpoint}", "--output", "{checkpoint}/adapter_config.json"],
+            "is there already. Remove it, or give another",
+        ),
+        (["{checkpoint}", "--output", "{checkpoint}/no/such/folder.zip"], "can't be written"),
+        (["{checkpoint}", "--format", "midi"], "invalid choice: 'midi'"),
+    ],
+)
+def test_what_can_not_be_exported_is_refused_in_words(arguments: list[str], words: str, checkpoint: Path) -> None:
+    before = sorted(checkpoint.iterdir())
+    outcome = descant("export", *(argument.format(checkpoint=checkpoint) for argument in arguments))
+    assert outcome.returncode == 2
+    assert words in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert sorted(checkpoint.iterdir()) == before

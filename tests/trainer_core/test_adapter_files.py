@@ -1,0 +1,314 @@
+"""Adapters of other programs: recognised, described and loaded at the strength those programs give them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.conftest import FIXTURE, fixture_settings
+from tests.trainer_core import programs
+from tests.trainer_core.conftest import CLOSE, KINDS, Checkpoints, difference
+from tests.trainer_core.programs import Changes
+from tests.trainer_core.training import of_kind, run_training
+from trainer_core import adapter, adapter_files, exports, model
+from trainer_core.adapter_files import AdapterFile
+from trainer_core.config import AdapterConfig
+from trainer_core.config_checks import ConfigError, validate
+from trainer_core.events import Phase
+from trainer_core.formats import FORMATS, PRECISIONS, FormatName, Precision, refusal
+from trainer_core.sources import SourceError
+
+Tensors = dict[str, Tensor]
+Q = "layers.0.self_attn.q_proj"
+
+
+def loaded(file: AdapterFile) -> Changes:
+    """What a run that starts from `file` begins with."""
+    base = model.load(str(FIXTURE / "checkpoint"))
+    adapter.inject(base.transformer, AdapterConfig.model_validate(file.settings))
+    adapter.load(base.transformer, file)
+    return programs.merged(base.transformer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in FORMATS if not refusal(name, KINDS[kind]["type"])]
+)
+def test_what_is_exported_can_be_started_from(
+    kind: str, name: FormatName, precision: Precision, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """There and back through every format: the trained change, and rank, alpha and targets where the file has them."""
+    checkpoint, expected = checkpoints[kind]
+    file = tmp_path / "a.safetensors"
+    exports.export(checkpoint, name, precision, file)
+    if name == "peft":
+        shutil.unpack_archive(file, tmp_path, "zip")
+        file = tmp_path / "a"
+    found = adapter_files.read(file)
+    assert difference(loaded(found), expected) <= CLOSE[precision]
+    original = adapter_files.read(checkpoint).settings
+    if name == "comfyui":  # whose alpha is not always PEFT's: it is the rank for LoKr, and holds the root for rsLoRA
+        for settings in (found.settings, original):
+            settings.pop("rank_stabilized", None)
+            if original["type"] == "lokr" or kind == "rank-stabilised LoRA":
+                settings.pop("alpha")
+    assert found.settings == original
+
+
+def as_file(tmp_path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> AdapterFile:
+    save_file(tensors, tmp_path / "a.safetensors", metadata)
+    return adapter_files.read(tmp_path / "a.safetensors")
+
+
+def lora(rank: int = 4) -> Tensors:
+    """A and B of all attention layers, under PEFT's parts and ACE-Step's modules."""
+    torch.manual_seed(0)
+    weights = programs.base_weights()
+    return {
+        f"{name.removesuffix('.weight')}.lora_{part}.weight": torch.randn(shape) * 0.2
+        for name, weight in weights.items()
+        if "_attn." in name and weight.dim() == 2
+        for part, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank)))
+    }
+
+
+def test_ai_toolkits_file_plays_at_strength_1(tmp_path: Path) -> None:
+    tensors = lora()
+    found = as_file(tmp_path, {f"diffusion_model.decoder.{name}": tensor for name, tensor in tensors.items()})
+    assert found.layout == "ai-toolkit"
+    assert found.settings == {
+        "type": "lora",
+        "rank": 4,
+        "alpha": 4,
+        "rank_stabilized": False,
+        "targets": ("self_attention", "cross_attention"),
+    }
+    assert str(found) == (
+        "LoRA of rank 4, alpha 4, on 32 modules (self_attention, cross_attention), in the format of ai-toolkit"
+    )
+    changes = loaded(found)
+    assert torch.allclose(changes[Q], tensors[f"{Q}.lora_B.weight"] @ tensors[f"{Q}.lora_A.weight"], atol=1e-6)
+
+
+def comfyui(alphas: Callable[[int], Tensor | None]) -> Tensors:
+    tensors = {}
+    for number, (name, tensor) in enumerate(lora().items()):
+        module = name.rpartition(".lora_")[0]
+        part = name.removeprefix(module)
+        spelled = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}[part]
+        tensors[f"base_model.model.{module}{spelled}"] = tensor
+        if (alpha := alphas(number)) is not None:
+            tensors[f"base_model.model.{module}.alpha"] = alpha
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("alphas", "alpha", "rank"),
+    [
+        (lambda number: torch.tensor(8.0), 8, 4),
+        (lambda number: torch.tensor([8], dtype=torch.bfloat16), 8, 4),
+        (lambda number: torch.tensor(8, dtype=torch.float16), 8, 4),
+        (lambda number: torch.tensor(8), 8, 4),
+        (lambda number: None, 4, 4),
+        (lambda number: torch.tensor(6.3), 4, 4),
+        (lambda number: torch.tensor(0.5), 4, 4),
+        (lambda number: torch.tensor(float(number // 2 + 1)), 4, 4),
+        (lambda number: torch.tensor(8.0) if number < 20 else None, 4, 4),
+    ],
+    ids=["fp32", "bf16", "fp16", "whole number", "none", "fraction", "below 1", "of each module", "of some modules"],
+)
+def test_every_kind_of_alpha_gives_the_strength_that_it_has_in_comfyui(
+    alphas: Callable[[int], Tensor | None], alpha: int, rank: int, tmp_path: Path
+) -> None:
+    found = as_file(tmp_path, comfyui(alphas))
+    assert (found.settings["alpha"], found.settings["rank"]) == (alpha, rank)
+    assert difference(loaded(found), programs.comfyui(tmp_path / "a.safetensors")) <= 1e-5
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("header", [True, False])
+def test_a_lokr_of_lycoris_itself_plays_as_there(
+    whole: bool, header: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained by ACE-Step with LyCORIS: its alpha counts, but for two whole matrices; with and without its config."""
+    from lycoris import LycorisNetwork, create_lycoris
+
+    monkeypatch.setattr(LycorisNetwork, "TARGET_REPLACE_MODULE", [])
+    monkeypatch.setattr(LycorisNetwork, "TARGET_REPLACE_NAME", [".*_attn.*"])
+    config = {
+        "linear_dim": 64 if whole else 2,
+        "linear_alpha": 128 if whole else 8,
+        "factor": -1 if whole else 4,
+        "decompose_both": False,
+    }
+    decoder = programs.Original()
+    network = create_lycoris(decoder, 1.0, algo="lokr", **config)
+    network.apply_to()
+    torch.manual_seed(0)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    metadata = {"lokr_config": json.dumps(config)} if header else {}
+    network.save_weights(str(tmp_path / "lokr_weights.safetensors"), None, metadata)
+    names = {f"lycoris_{name.replace('.', '_')}": name for name, _ in decoder.named_modules()}
+    expected = {names[lora.lora_name]: lora.get_weight(lora.shape).detach() for lora in network.loras}
+    assert len(expected) == 32
+    found = adapter_files.read(tmp_path)
+    assert difference(loaded(found), expected) <= 1e-5
+    if header:
+        assert found.settings["rank"] == config["linear_dim"]
+    assert difference(programs.comfyui(tmp_path / "lokr_weights.safetensors"), expected) <= 1e-5
+
+
+def changed(tmp_path: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """ComfyUI's file of a LoRA with its tensors changed."""
+    save_file(change(comfyui(lambda number: torch.tensor(8.0))), tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+UP = f"base_model.model.{Q}.lora_up.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: {f"unet.{n}": x for n, x in t.items()}, "0 of its 96 tensors ("),
+        (lambda t: {}, "0 of its 0 tensors ("),
+        (lambda t: t | {"base_model.model.x.weight": torch.ones(1)}, "1 of the 97 tensors in"),
+        (lambda t: {n: x for n, x in t.items() if n != UP}, "in 1 of its 32 modules some tensors are missing"),
+        (lambda t: t | {UP: torch.ones(64, 5)}, "in 1 of its 32 modules some tensors are missing, of odd shapes"),
+        (lambda t: t | {UP: torch.ones(64)}, "in 1 of its 32 modules some tensors are missing, of odd shapes"),
+        (
+            lambda t: t | {UP: torch.ones(64, 2), UP.replace("up", "down"): torch.ones(2, 64)},
+            "has modules of ranks 2, 4; Descant trains one rank for all",
+        ),
+        (
+            lambda t: t | {f"base_model.model.{Q}.lokr_w1": torch.ones(1, 1)},
+            "is no whole lokr adapter: in 32 of its 32",
+        ),
+        (lambda t: t | {f"base_model.model.{Q}.alpha": torch.ones(2)}, "alpha is not one number (F32, [2])"),
+        (lambda t: t | {f"base_model.model.{Q}.alpha": torch.tensor(torch.nan)}, "alpha is nan"),
+        (lambda t: t | {f"base_model.model.{Q}.lora_B.weight": torch.ones(64, 4)}, f"holds {Q} lora_B.weight twice"),
+    ],
+)
+def test_what_is_not_a_whole_adapter_is_refused_with_counts(
+    change: Callable[[Tensors], Tensors], words: str, tmp_path: Path
+) -> None:
+    """E4, D5."""
+    with pytest.raises(SourceError) as caught:
+        adapter_files.read(changed(tmp_path, change))
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_cut_off_or_none_is_refused(tmp_path: Path) -> None:
+    file = changed(tmp_path, lambda tensors: tensors)
+    whole = file.read_bytes()
+    for content in (whole[:-1], whole[:100], b"", b"\xff" * 100, b"\2\0\0\0\0\0\0\0[]", whole + b"\0"):
+        file.write_bytes(content)
+        with pytest.raises(SourceError, match="can't be read as safetensors"):
+            adapter_files.read(file)
+
+
+def test_pickles_are_refused_unopened(tmp_path: Path) -> None:
+    """H1."""
+    sentinel = tmp_path / "sentinel"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (sentinel,))
+
+    for name in ("adapter_model.bin", "lora.pt", "lora.ckpt"):
+        torch.save({"lora": Trap()}, tmp_path / name)
+        with pytest.raises(SourceError, match=r"not a .safetensors file. Pickled weights are not read"):
+            adapter_files.read(tmp_path / name)
+    with pytest.raises(SourceError, match=r"nor any \.safetensors file"):
+        adapter_files.read(tmp_path)
+    assert not sentinel.exists()
+
+
+def test_of_several_files_in_a_folder_one_has_to_be_given(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copy(changed(tmp_path, lambda tensors: tensors), tmp_path / f"{name}.safetensors")
+    with pytest.raises(
+        SourceError, match=r"has 3 .safetensors files \(a.safetensors, one.safetensors, two.safetensors\)"
+    ):
+        adapter_files.read(tmp_path)
+
+
+def test_pefts_weights_without_their_config_are_refused(tmp_path: Path) -> None:
+    shutil.copy(FIXTURE / "adapter" / "adapter_model.safetensors", tmp_path)
+    with pytest.raises(SourceError, match=r"no adapter_config\.json beside it, without which its alpha is unknown"):
+        adapter_files.read(tmp_path / "adapter_model.safetensors")
+
+
+def problems(**changes: Any) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(changes)
+    return caught.value.fields
+
+
+def test_what_a_config_leaves_out_is_read_from_the_adapter(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Its kind, rank, alpha and targets; what is given stays, and has to be the same."""
+    settings = fixture_settings(start_from=str(checkpoints["LoKr"][0])) | {"adapter": {"dropout": 0.1}}
+    config = validate(settings)
+    assert config.adapter == AdapterConfig(
+        type="lokr",
+        rank=4,
+        alpha=10,
+        decompose_factor=4,
+        dropout=0.1,
+        targets=("self_attention", "cross_attention", "mlp", "condition_embedder", "time_embed.linear_1"),
+    )
+    assert problems(**settings | {"adapter": {"rank": 5}}) == {
+        "adapter.rank": "5 was given, the adapter to start from has 4: set 4, or leave it out."
+    }
+
+
+def test_an_adapter_of_another_model_is_refused_with_counts_before_the_start(tmp_path: Path) -> None:
+    """The demo's layers are wider; and a model of more layers than the adapter has is matched in part only."""
+    found = problems(model={"source": "demo"}, dataset={"source": "demo"}, start_from=str(FIXTURE / "adapter"))
+    assert (
+        "0 of 32 match, 32 of another shape (layers.0.cross_attn.k_proj is [32, 64], should be" in found["start_from"]
+    )
+    file = changed(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if "layers.3." not in name})
+    found = problems(**fixture_settings(start_from=str(file)) | {"adapter": {}})
+    assert "24 of 32 match, 8 missing (layers.3.cross_attn.k_proj" in found["start_from"]
+
+
+def test_modules_of_some_blocks_are_targets_by_their_names(tmp_path: Path) -> None:
+    file = changed(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if "layers.1." not in name})
+    targets = adapter_files.read(file).settings["targets"]
+    assert len(targets) == 24
+    assert {target.split(".")[1] for target in targets} == {"0", "2", "3"}
+    config = validate(fixture_settings(start_from=str(file)) | {"adapter": {}})
+    assert config.adapter.targets == targets
+
+
+@pytest.mark.parametrize("layout", ["peft", "diffusers", "comfyui", "lycoris", "ai-toolkit"])
+def test_a_run_starts_from_an_adapter_of_every_format(layout: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """From the settings to the trainer: all tensors matched, and nothing else said of them."""
+    file = tmp_path / "a.safetensors"
+    kind = "LoKr" if layout == "lycoris" else "LoRA"
+    if layout == "peft":
+        file = checkpoints[kind][0]
+    elif layout == "ai-toolkit":
+        save_file({f"diffusion_model.decoder.{name}": tensor for name, tensor in lora().items()}, file)
+    else:
+        exports.export(checkpoints[kind][0], "diffusers" if layout == "diffusers" else "comfyui", "fp32", file)
+    settings = fixture_settings(
+        start_from=str(file), training={"learning_rate": 1e-12, "epochs": 1, "warmup_steps": 0}
+    ) | {"adapter": {}}
+    config = validate(settings)
+    run, events, finished = run_training(tmp_path, **settings | {"adapter": config.adapter.model_dump()})
+    assert finished.reason == "completed"
+    message = of_kind(events, Phase)[2].message
+    count = len(load_file(run.checkpoints / "step-000003" / "adapter_model.safetensors"))
+    assert f"Warm start with the weights of {file}: {count} of {count} tensors matched." in message
+    if layout != "ai-toolkit":
+        begun, asked = (loaded(adapter_files.read(place)) for place in (run.checkpoints / "step-000003", file))
+        assert difference(begun, asked) <= 1e-5
