@@ -25,10 +25,9 @@ def test_an_export_loads_no_torch(tmp_path: Path) -> None:
         "print([export(Path(sys.argv[1]), name, 'bf16', Path(sys.argv[2]) / name) for name in sys.argv[3:]], "
         "'torch' in sys.modules)"
     )
-    arguments = [ROOT / "tests/fixtures/acestep-original-base/adapter", tmp_path, "peft", "diffusers", "comfyui"]
-    printed = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    adapter = ROOT / "tests" / "fixtures" / "acestep-original-base" / "adapter"
+    command = [sys.executable, "-c", code, str(adapter), str(tmp_path), "peft", "diffusers", "comfyui"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[64, 64, 96] False"
 
 

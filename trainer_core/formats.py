@@ -16,9 +16,9 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["peft", "diffusers", "comfyui", "lycoris", "ai-toolkit"]
 
 PRECISIONS: dict[Precision, str] = {
-    "bf16": "bf16, half the size",
-    "fp16": "fp16, half the size",
-    "fp32": "fp32, as trained",
+    "bf16": "bf16, half size",
+    "fp16": "fp16, half size",
+    "fp32": "fp32, exact",
 }
 
 
@@ -34,17 +34,17 @@ class Format:
 FORMATS: dict[FormatName, Format] = {
     "peft": Format(
         "ACE-Step / PEFT",
-        "A zip with the folder that ACE-Step's page and PEFT load. Takes every adapter.",
+        "A zip of the folder that ACE-Step's page and PEFT load.",
         ".zip",
     ),
     "diffusers": Format(
         "diffusers",
-        "One file for AceStepPipeline.load_lora_weights, from diffusers 0.40. Takes LoRA.",
+        "One file for AceStepPipeline.load_lora_weights, from diffusers 0.40.",
         ".safetensors",
     ),
     "comfyui": Format(
         "ComfyUI",
-        "One file for ComfyUI from 0.14.1, or from 0.16 for LoKr, which ACE-Step loads too. Takes every adapter.",
+        "One file for ComfyUI from 0.14.1. A LoKr's, from ComfyUI 0.16, ACE-Step loads too.",
         ".safetensors",
     ),
 }
@@ -54,8 +54,8 @@ def refusal(name: FormatName, kind: Kind) -> str | None:
     """Why the format can't hold an adapter of this kind; None where it can."""
     if name == "diffusers" and kind == "dora":
         return (
-            "diffusers drops a DoRA's magnitudes, and no plain LoRA equals it: they scale whole rows of the base "
-            "weights. Choose ACE-Step / PEFT or ComfyUI."
+            "diffusers drops a DoRA's magnitudes, and no plain LoRA can stand in: they scale the base weights too. "
+            "Choose ACE-Step / PEFT or ComfyUI."
         )
     if name == "diffusers" and kind == "lokr":
         return "AceStepPipeline.load_lora_weights takes LoRA only, no LoKr. Choose ACE-Step / PEFT or ComfyUI."
