@@ -8,7 +8,8 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import OpenPage
 from tests.conftest import Server, make_run, started, step, writing
-from trainer_core.events import Checkpoint, Epoch, Event, Finished, Phase, Skipped, Validation, Warning
+from trainer_core.events import Checkpoint, Epoch, Event, EventWriter, Finished, Phase, Skipped, Validation, Warning
+from trainer_core.run_dir import RunDir
 
 SKIPPED = Skipped(
     step=3,
@@ -185,28 +186,29 @@ def test_a_resumed_run_counts_on_from_its_parent_before_its_first_step(
     assert shared_server.http.get(f"/api/runs/{run.id}").json()["step"] == 4
 
 
+def save(run: RunDir, writer: EventWriter, step: int, loss: float) -> None:
+    """A checkpoint as the page sees one."""
+    folder = run.checkpoints / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "state.safetensors"):
+        (folder / name).touch()
+    state = {"step": step, "epoch": step, "validation_loss": loss}
+    (folder / "state.json").write_text(json.dumps(state))
+    writer.write(Checkpoint(name=folder.name, step=step, epoch=step, bytes=0, tensors=64))
+
+
 def test_the_best_checkpoint_is_marked_and_the_mark_moves(shared_server: Server, open_page: OpenPage) -> None:
     run = make_run(shared_server.home)
-
-    def save(step: int, loss: float) -> None:
-        folder = run.checkpoints / f"step-{step:06d}"
-        folder.mkdir(parents=True)
-        for name in ("adapter_config.json", "adapter_model.safetensors", "state.safetensors"):
-            (folder / name).touch()
-        state = {"step": step, "epoch": step, "validation_loss": loss}
-        (folder / "state.json").write_text(json.dumps(state))
-        writer.write(Checkpoint(name=folder.name, step=step, epoch=step, bytes=0, tensors=64))
-
     with writing(run) as writer:
         writer.write(started())
         page = open_page(f"{shared_server.address}/runs/{run.id}")
         row = page.locator("[data-checkpoint='step-000001']")
         expect(page.locator("[data-key-validation]")).to_be_hidden()
-        save(1, 0.75)
+        save(run, writer, 1, 0.75)
         expect(row.locator("[data-cell=best]")).to_be_visible()
         expect(row).to_contain_text("validation 0.7500")
         expect(row.get_by_role("link", name="Continue")).to_be_hidden()
-        save(2, 0.5)
+        save(run, writer, 2, 0.5)
         expect(page.locator("[data-checkpoint='step-000002'] [data-cell=best]")).to_be_visible()
         expect(row.locator("[data-cell=best]")).to_be_hidden()
         writer.write(Finished(reason="stopped", message="Stopped.", step=2, epoch=2))
@@ -235,3 +237,27 @@ def test_fields_that_mean_nothing_beside_the_others_are_out_of_the_way(
     page.locator("[name='adapter.type']").select_option("lora")
     page.get_by_role("button", name="Start training").click()
     expect(page.locator("[data-field='adapter.decompose_factor'] [data-error]")).to_be_visible()
+
+
+def test_every_checkpoint_downloads_in_the_chosen_format_and_precision(
+    shared_server: Server, open_page: OpenPage
+) -> None:
+    """One choice for all rows, those that come later too; what the format can't hold is said, not offered."""
+    run = make_run(shared_server.home, adapter={"type": "dora"})
+    with writing(run) as writer:
+        writer.write(started())
+        page = open_page(f"{shared_server.address}/runs/{run.id}")
+        choice = page.locator("[data-download-as]")
+        expect(choice).to_be_hidden()
+        save(run, writer, 3, 0.75)
+        links = page.locator("[data-cell=download]:visible")
+        expect(links).to_have_attribute("href", re.compile(r"step-000003/download\?format=peft&precision=bf16$"))
+        expect(choice.locator("option[value=diffusers]")).to_be_disabled()
+        expect(choice).to_contain_text("diffusers drops a DoRA's magnitudes")
+        choice.locator("[data-download=format]").select_option("comfyui")
+        choice.locator("[data-download=precision]").select_option("fp32")
+        expect(choice).to_contain_text("One file for ComfyUI")
+        save(run, writer, 6, 0.75)
+        expect(links).to_have_count(2)
+        for link, name in zip(links.all(), ("step-000006", "step-000003"), strict=True):
+            expect(link).to_have_attribute("href", re.compile(rf"{name}/download\?format=comfyui&precision=fp32$"))

@@ -7,6 +7,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import OpenPage
 from tests.conftest import FIXTURE, Server, kill_trainer, read_events, wait_for
+from trainer_core.adapter_files import ADAPTER_FILES
 from trainer_core.run_dir import RunDir
 
 LONG = {"epochs": 100_000, "save_every_epochs": 100_000}
@@ -138,3 +139,31 @@ def test_a_killed_trainer_is_shown_as_crashed_with_why(server: Server, open_page
     expect(page.locator("[data-log-tail]")).to_contain_text("loading_model")
     page.get_by_role("link", name="Use these settings again").click()
     expect(page.locator("[name='training.epochs']")).to_have_value("100000")
+
+
+def test_an_upload_fills_the_form_and_hides_what_is_read_from_it(server: Server, open_page: OpenPage) -> None:
+    """Both of PEFT's files at once; then what is none, which says so and can be mended."""
+    page = open_page(f"{server.address}/runs/new")
+    rank, found = page.locator("[data-field='adapter.rank']"), page.locator("[data-adapter-found]")
+    expect(rank).to_be_visible()
+    page.locator("[data-adapter-upload]").set_input_files([FIXTURE / "adapter" / name for name in ADAPTER_FILES])
+    expect(found).to_contain_text("LoRA of rank 4, alpha 8, on 32 modules (self_attention, cross_attention)")
+    expect(page.locator("[name=start_from]")).to_have_value(re.compile(r"/adapters/adapter-\w{12}$"))
+    expect(rank).to_be_hidden()
+    expect(page.locator("[data-field='adapter.dropout']")).to_be_visible()
+
+    page.locator("[data-adapter-upload]").set_input_files(FIXTURE / "reference.safetensors")
+    expect(found).to_contain_text("holds no adapter for ACE-Step 1.5 that Descant knows: 0 of its")
+    expect(page.locator("[name=start_from]")).to_have_value(re.compile(r"/adapters/adapter-\w{12}$"))
+    page.locator("[name=start_from]").fill("")
+    page.locator("[name=start_from]").blur()
+    expect(found).to_have_text("")
+    expect(rank).to_be_visible()
+
+    page.locator("[data-adapter-upload]").set_input_files([FIXTURE / "adapter" / name for name in ADAPTER_FILES])
+    expect(rank).to_be_hidden()
+    page.locator("[name='model.source']").fill(str(FIXTURE / "checkpoint"))
+    page.locator("[name='dataset.source']").fill(str(FIXTURE / "tensors"))
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("[data-feed]")).to_contain_text("64 of 64 tensors matched", timeout=60_000)
+    expect(page.locator("[data-origin]")).to_contain_text("Started from the weights of")
