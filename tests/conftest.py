@@ -69,6 +69,9 @@ class Server:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.temporary = home.with_name("temporary")
+        """Where it makes downloads, apart from those of other servers."""
+        self.temporary.mkdir()
         self.runs = RunFolders(home)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -84,6 +87,7 @@ class Server:
             [*command, "--home", str(self.home), "--port", str(self.port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(self.temporary)},
         )
         assert self.process.stdout
         assert b"Descant is at" in self.process.stdout.readline()

@@ -14,13 +14,15 @@ from torch.nn import Parameter
 
 from trainer_core import tensor_files
 from trainer_core.adapter_files import AdapterFile
+from trainer_core.adapter_parts import check_kronecker_factor, strength_part
 from trainer_core.config import AdapterConfig
-from trainer_core.formats import PREFIXES, tensor_name
-from trainer_core.naming import check_targets, module_names, to_original
+from trainer_core.formats import MAGNITUDE, MAGNITUDES, PREFIXES, tensor_name
+from trainer_core.naming import check_targets, is_meant, module_names, original_module, to_original
 from trainer_core.sources import SourceError, shorten
 
 PEFT_PREFIX = PREFIXES["peft"]
-MAGNITUDE = "lora_magnitude_vector"
+COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of the blocks that it wraps."""
 PARAMETER_PREFIXES = ("lora_", "lokr_")
 
 
@@ -56,6 +58,9 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
     modules = dict(transformer.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     check_targets(config.targets, modules, linear)
+    if config.type == "lokr":
+        sides = [side for name in linear if is_meant(config.targets, name) for side in modules[name].weight.shape]
+        check_kronecker_factor(config.decompose_factor, sides)
     names = dict.fromkeys(name for target in config.targets for name in module_names(target))
     inject_adapter_in_model(peft_config(config, names), transformer)
     for name, parameter in transformer.named_parameters():
@@ -66,28 +71,7 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         _initialise(layer)
-        if isinstance(layer, LoKrLayer):
-            _check_factor(layer, config.decompose_factor)
     return len(layers)
-
-
-def _check_factor(layer: LoKrLayer, factor: int) -> None:
-    """SourceError if the first factor of a LoKr came out larger than the second: LyCORIS has them the other way."""
-    first, second = (
-        whole["default"].shape if "default" in whole else (left["default"].shape[0], right["default"].shape[1])
-        for whole, left, right in (
-            (layer.lokr_w1, layer.lokr_w1_a, layer.lokr_w1_b),
-            (layer.lokr_w2, layer.lokr_w2_a, layer.lokr_w2_b),
-        )
-    )
-    if any(one > other for one, other in zip(first, second, strict=True)):
-        base = layer.get_base_layer()
-        assert isinstance(base, nn.Linear)
-        smallest = min(base.weight.shape)
-        raise SourceError(
-            f"A Kronecker factor of {factor} was given and some of the layers to adapt have a side of {smallest}: it "
-            f"can be at most {int(smallest**0.5)}, its root, or -1 for the most even split."
-        )
 
 
 @torch.no_grad()
@@ -140,13 +124,13 @@ def trainable(transformer: nn.Module) -> list[tuple[str, Parameter]]:
 def tensors(transformer: AceStepTransformer1DModel) -> dict[str, Tensor]:
     """The adapter's tensors on the CPU as ACE-Step and PEFT name them."""
     state = get_peft_model_state_dict(transformer)
-    return {PEFT_PREFIX + to_original(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    return {saved_name(name): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def saved_name(parameter_name: str) -> str:
     """What the parameter that `trainable` calls so is called in the file."""
-    name = PEFT_PREFIX + to_original(parameter_name)
-    return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector").replace(".default", "")
+    name = PEFT_PREFIX + to_original(parameter_name.replace(COMPILED, ""))
+    return name.replace(f".{MAGNITUDE}.default.weight", f".{MAGNITUDE}").replace(".default", "")
 
 
 @torch.no_grad()
@@ -158,19 +142,19 @@ def load(transformer: AceStepTransformer1DModel, file: AdapterFile) -> tuple[int
     parameters = {saved_name(name): parameter for name, parameter in trainable(transformer)}
     read = tensor_files.load(file.weights)
     found: dict[str, Tensor] = {}
-    for name, (module, part) in file.names.items():
+    for name in file.names.keys() & read.keys():
+        module, part = file.names[name]
         found[tensor_name("peft", module, part)] = read[name].flatten() if part == MAGNITUDE else read[name]
     tensor_files.check(file.weights, {name: parameter.shape for name, parameter in parameters.items()}, found)
-    if odd := [f"{name} ({tensor.dtype})" for name, tensor in found.items() if not tensor.is_floating_point()]:
-        raise SourceError(f"{file.weights} holds tensors that are no weights: {shorten(odd)}.")
     for name, parameter in parameters.items():
         parameter.copy_(found[name])
-    for module, factor in file.factors.items():
-        first = next(part for part in ("lora_B.weight", "lokr_w1", "lokr_w1_a") if part in file.modules[module])
-        parameters[tensor_name("peft", module, first)].mul_(factor)
-    if file.layout == "comfyui" and file.kind == "dora":
-        for module, (base, adapted) in _dora_norms(transformer).items():
-            parameters[tensor_name("peft", module, MAGNITUDE)].mul_(adapted / base)
+    for module, gain in file.gains.items():
+        parameters[tensor_name("peft", module, strength_part(file.modules[module]))].mul_(gain)
+    if file.kind == "dora" and MAGNITUDES[file.layout] != MAGNITUDE:
+        for base, adapted, magnitudes in _dora_norms(transformer).values():
+            magnitudes.mul_(adapted / base)
+    if bad := [name for name, parameter in parameters.items() if not parameter.isfinite().all()]:
+        raise SourceError(f"{file.weights} is too strong: {len(bad)} tensors overflow ({shorten(bad)}).")
     return len(found), sum(tensor.dtype != torch.float32 for tensor in found.values())
 
 
@@ -181,25 +165,26 @@ def dora_scales(transformer: AceStepTransformer1DModel) -> dict[str, Tensor]:
     PEFT makes the weights m (W + D) / |W + D| with the norms of rows, ComfyUI d (W + D) / |W| (weight_decompose in its
     comfy/weight_adapter/base.py, where d has one number for each output). So d = m |W| / |W + D|.
     """
-    magnitudes = tensors(transformer)
-    return {
-        module: (magnitudes[tensor_name("peft", module, MAGNITUDE)] * base.cpu() / adapted.cpu())
-        for module, (base, adapted) in _dora_norms(transformer).items()
-    }
+    norms = _dora_norms(transformer)
+    return {module: (magnitudes * base / adapted).cpu() for module, (base, adapted, magnitudes) in norms.items()}
 
 
-def _dora_norms(transformer: AceStepTransformer1DModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """By module of a DoRA: the norms of the rows of its base weights and of these with the low-rank change, [out]."""
-    norms: dict[str, tuple[Tensor, Tensor]] = {}
+def _dora_norms(transformer: AceStepTransformer1DModel) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """By module of a DoRA: the norms of the rows of its base weights, those with the low-rank change, and its
+    magnitudes; [out] each."""
+    norms: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, layer in transformer.named_modules():
         if isinstance(layer, LoraLayer) and layer.lora_magnitude_vector:
             base = layer.get_base_layer()
             assert isinstance(base, nn.Linear)
             weight = base.weight.float()
+            magnitudes = layer.lora_magnitude_vector["default"].weight
+            assert isinstance(magnitudes, Tensor)
             change = layer.get_delta_weight("default")  # type: ignore[attr-defined]
-            norms[to_original(f".{name}.").strip(".")] = (
+            norms[original_module(name.replace(COMPILED, ""))] = (
                 torch.linalg.norm(weight, dim=1),
                 torch.linalg.norm(weight + change, dim=1),
+                magnitudes,
             )
     return norms
 
@@ -213,6 +198,6 @@ def idle_rank(transformer: nn.Module) -> int:
 def save_config(config: AdapterConfig, folder: Path) -> None:
     """Write `adapter_config.json` with the module names of the original model."""
     names = dict.fromkeys(name for target in config.targets for name in module_names(target))
-    described = peft_config(config, (to_original(f".{name}.").strip(".") for name in names))
+    described = peft_config(config, (original_module(name) for name in names))
     described.inference_mode = True
     described.save_pretrained(str(folder))

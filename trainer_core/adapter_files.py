@@ -14,12 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_core import formats
-from trainer_core.formats import LOKR_PARTS, Kind, Layout, parse_name, recognise
+from trainer_core.adapter_parts import (
+    WHOLE,
+    Parts,
+    factor_shape,
+    find_kind,
+    find_kronecker_factor,
+    find_rank,
+    weight_shape,
+)
+from trainer_core.config import MAX_ALPHA, MAX_RANK
+from trainer_core.formats import Kind, Layout, parse_name, recognise, scale
+from trainer_core.headers import Header, read_header
 from trainer_core.naming import targets_of
-from trainer_core.sources import Header, SourceError, plain, read_header, read_json, shorten
+from trainer_core.sources import SourceError, plain, read_json, shorten
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+DORA_SCALES = "dora_scale.safetensors"
+"""A DoRA's magnitudes as ComfyUI takes them, by module; computed while the base model is there."""
 
 # PEFT's options that change what the same weights mean.
 ODD_OPTIONS = (
@@ -30,17 +42,7 @@ ODD_OPTIONS = (
     "alora_invocation_tokens",
     "arrow_config",
 )
-# The parts of one module, by kind; a LoKr has each factor whole or as a product of two.
-LORA_PARTS = {"lora_A.weight", "lora_B.weight"}
-DORA_PARTS = LORA_PARTS | {"lora_magnitude_vector"}
-LOKR_FACTORS = (({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}), ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}))
-WHOLE = {"lokr_w1", "lokr_w2"}
 SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
-MAX_RANK, MAX_ALPHA = 1024, 4096  # as AdapterConfig has them
-MAX_NUMBER = 1e9
-
-Parts = Mapping[str, list[int]]
-"""The shapes of one module's tensors, by PEFT's name of the part."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class AdapterFile:
     """ACE-Step's module and PEFT's part for each of the file's tensors but alphas."""
     modules: dict[str, Parts]
     """What it adapts, by ACE-Step's names."""
-    factors: dict[str, float]
-    """By module: how many times stronger the file plays than its tensors with `settings`; without those as strong."""
+    gains: dict[str, float]
+    """By module: what its tensors are multiplied by to play with `settings` as the file does; 1 where not named."""
 
     @property
     def kind(self) -> Kind:
@@ -71,14 +73,15 @@ class AdapterFile:
 
     def weight_shapes(self) -> dict[str, list[int]]:
         """[out, in] of the linear layers it was made for."""
-        return {module: _weight_shape(parts) for module, parts in self.modules.items()}
+        return {module: weight_shape(parts) for module, parts in self.modules.items()}
 
     def __str__(self) -> str:
         kind = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}[self.kind]
         format = {"peft": "PEFT", "comfyui": "ComfyUI", "lycoris": "LyCORIS"}.get(self.layout, self.layout)
+        alpha = "its own strength" if self.gains else f"alpha {self.settings['alpha']}"
         return (
-            f"{kind} of rank {self.settings['rank']}, alpha {self.settings['alpha']}, on {len(self.modules)} modules "
-            f"({shorten(self.settings['targets'])}), in the format of {format}"
+            f"{kind} of rank {self.settings['rank']}, {alpha}, on {len(self.modules)} modules "
+            f"({shorten(targets_of(self.modules))}), in the format of {format}"
         )
 
 
@@ -90,15 +93,21 @@ def find(source: Path) -> Path:
     try:
         if source.is_file():
             if source.suffix != ".safetensors":
-                raise SourceError(
-                    f"{source} is not a .safetensors file. Pickled weights are not read: they can run code."
+                way = (
+                    "Unpack it and give its folder, or upload it."
+                    if source.suffix == ".zip"
+                    else ("Pickled weights (.pt, .bin, .ckpt) are not read: they can run code.")
                 )
+                raise SourceError(f"{source} is not a .safetensors file. {way}")
             return source
         if not source.is_dir():
             raise SourceError(f"There is no file or folder {plain(str(source), 200)}.")
         for place in (source, source / "adapter"):  # ACE-Step's trainer leaves it in `adapter`
             if all((place / name).is_file() for name in ADAPTER_FILES):
                 return place / ADAPTER_FILES[1]
+        lacking = next((name for name in ADAPTER_FILES if not (source / name).is_file()), "")
+        if any((source / name).is_file() for name in ADAPTER_FILES):
+            raise SourceError(f"{source} is not the whole folder of an adapter: it has no {lacking}.")
         found = sorted(source.glob("*.safetensors"))
     except OSError as error:
         raise SourceError(f"{plain(str(source), 200)} can't be looked at: {error.strerror}.") from error
@@ -108,8 +117,10 @@ def find(source: Path) -> Path:
         raise SourceError(
             f"{source} has {len(found)} .safetensors files ({shorten(path.name for path in found)}). Give one of them."
         )
+    hint = " Give one of those in its folder checkpoints." if (source / "checkpoints").is_dir() else ""
     raise SourceError(
-        f"{source} is not the folder of an adapter: it has no {' and '.join(ADAPTER_FILES)}, nor any .safetensors file."
+        f"{source} is not the folder of an adapter: it has no {' and '.join(ADAPTER_FILES)}, nor any .safetensors "
+        f"file.{hint}"
     )
 
 
@@ -131,6 +142,8 @@ def read(source: Path) -> AdapterFile:
         if not (parsed := parse_name(layout, name)):
             unknown.append(name)
             continue
+        if not tensor.dtype.startswith(("F", "BF")) and parsed[1] != "alpha":
+            raise SourceError(f"{weights} holds tensors that are no weights: {name} ({tensor.dtype}).")
         module, part = parsed
         if part == "alpha":
             alphas[module] = _scalar(weights, header, name)
@@ -139,102 +152,53 @@ def read(source: Path) -> AdapterFile:
         else:
             names[name] = parsed
             modules[module][part] = tensor.shape
+    unknown += [f"{module}.alpha" for module in alphas if module not in modules or layout == "diffusers"]
     if unknown:
         raise SourceError(
             f"{len(unknown)} of the {len(header.tensors)} tensors in {weights} belong to nothing that Descant trains: "
             f"{plain(shorten(unknown), 300)}."
         )
-    kind = _kind(weights, modules)
+    try:
+        kind, rank = find_kind(modules), find_rank(modules)
+    except SourceError as error:
+        raise SourceError(f"{weights} can't be used. {error}") from error
+    settings: dict[str, Any] = {"type": kind, "rank": rank, "targets": tuple(sorted(modules))}
+    if kind == "lokr":
+        settings |= _lokr_settings(header, modules, rank)
+    else:
+        settings["rank_stabilized"] = False
     if layout == "peft":
-        settings = _peft_settings(weights, kind, modules)
+        settings |= _peft_settings(weights, kind, rank)
     elif layout == "diffusers":
-        settings = _diffusers_settings(weights, header, _rank(weights, modules))
-    elif kind == "lokr":
-        settings = _lokr_settings(weights, header, modules)
-    else:
-        settings = {"rank": _rank(weights, modules), "rank_stabilized": False}
-    settings = {"type": kind, "targets": targets_of(modules), "alpha": None, **settings}
+        settings |= _diffusers_settings(weights, header, kind, rank)
 
-    described = settings["alpha"] is not None  # in one place for all; else each module says it, or plays at 1
-    strengths = {
-        module: formats.scale(settings)
-        if described
-        else 1.0
-        if parts.keys() >= WHOLE
-        else alphas.get(module, settings["rank"]) / settings["rank"]
-        for module, parts in modules.items()
-    }
-    if not described and len(set(alphas.values())) == 1 and alphas.keys() == modules.keys():
-        settings["alpha"] = next(iter(alphas.values()))
-    if settings["alpha"] in range(1, MAX_ALPHA + 1):
-        settings["alpha"] = int(settings["alpha"])
-    else:
-        settings |= {"alpha": settings["rank"]} | ({"rank_stabilized": False} if kind != "lokr" else {})
-    factors = {module: strength / formats.scale(settings) for module, strength in strengths.items()}
+    if "alpha" in settings:  # it was said in one place for all
+        strengths = dict.fromkeys(modules, scale(settings))
+    else:  # each module's tensor says it, and without one it plays at 1, as a LoKr of whole matrices always does
+        strengths = {
+            module: 1.0 if parts.keys() >= WHOLE else alphas.get(module, settings["rank"]) / settings["rank"]
+            for module, parts in modules.items()
+        }
+        values = {alphas.get(module) for module in modules}
+        settings["alpha"] = values.pop() if len(values) == 1 else None
+    if settings["alpha"] not in range(1, MAX_ALPHA + 1):  # AdapterConfig can't say it: the gains have to
+        settings["alpha"] = settings["rank"]
+    settings["alpha"] = int(settings["alpha"])
+    if not all(strengths.values()):
+        raise SourceError(f"{weights} has alphas of 0, with which it does nothing.")
+    gains = {module: strength / scale(settings) for module, strength in strengths.items()}
     return AdapterFile(
         weights,
         layout,
         settings,
         names,
         dict(modules),
-        {module: factor for module, factor in factors.items() if not math.isclose(factor, 1, rel_tol=1e-7)},
+        {module: gain for module, gain in gains.items() if not math.isclose(gain, 1, rel_tol=1e-7)},
     )
 
 
-def _kind(weights: Path, modules: Mapping[str, Parts]) -> Kind:
-    """What kind of adapter has these tensors. Raises SourceError unless every module is one of it, whole."""
-    parts = {part for module in modules.values() for part in module}
-    kind: Kind = "lokr" if parts & set(LOKR_PARTS) else "dora" if "lora_magnitude_vector" in parts else "lora"
-    wanted = {
-        "lora": (LORA_PARTS,),
-        "dora": (DORA_PARTS,),
-        "lokr": tuple(a | b for a in LOKR_FACTORS[0] for b in LOKR_FACTORS[1]),
-    }
-    odd = [module for module, own in modules.items() if set(own) not in wanted[kind] or not _fits_together(own)]
-    if odd:
-        raise SourceError(
-            f"{weights} is no whole {kind} adapter: in {len(odd)} of its {len(modules)} modules some tensors are "
-            f"missing, of odd shapes or of another kind of adapter ({shorten(odd)})."
-        )
-    return kind
-
-
-def _fits_together(parts: Parts) -> bool:
-    """Whether the parts are matrices that can be multiplied."""
-    for first, second in (("lora_B.weight", "lora_A.weight"), ("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b")):
-        if first in parts and (
-            len(parts[first]) != 2 or len(parts[second]) != 2 or parts[first][1] != parts[second][0]
-        ):
-            return False
-    magnitude = parts.get("lora_magnitude_vector")
-    if magnitude is not None and math.prod(magnitude) != parts["lora_B.weight"][0]:
-        return False
-    return all(len(parts[part]) == 2 for part in WHOLE & parts.keys()) and all(map(all, parts.values()))
-
-
-def _weight_shape(parts: Parts) -> list[int]:
-    if "lora_B.weight" in parts:
-        return [parts["lora_B.weight"][0], parts["lora_A.weight"][1]]
-    first, second = _whole(parts, "lokr_w1"), _whole(parts, "lokr_w2")
-    return [first[0] * second[0], first[1] * second[1]]
-
-
-def _rank(weights: Path, modules: Mapping[str, Parts]) -> int:
-    """The rank of all modules; 0 where none has one. Raises SourceError where they differ."""
-    ranks = {
-        shape[1]
-        for parts in modules.values()
-        for part, shape in parts.items()
-        if part in ("lora_B.weight", "lokr_w1_a", "lokr_w2_a")
-    }
-    if len(ranks) > 1:
-        raise SourceError(
-            f"{weights} has modules of ranks {shorten(map(str, sorted(ranks)))}; Descant trains one rank for all."
-        )
-    return ranks.pop() if ranks else 0
-
-
-def _peft_settings(weights: Path, kind: Kind, modules: Mapping[str, Parts]) -> dict[str, Any]:
+def _peft_settings(weights: Path, kind: Kind, rank: int | None) -> dict[str, Any]:
+    """From the config beside the weights."""
     described = weights.with_name(ADAPTER_FILES[0])
     if not described.is_file():
         raise SourceError(
@@ -255,51 +219,46 @@ def _peft_settings(weights: Path, kind: Kind, modules: Mapping[str, Parts]) -> d
         raise SourceError(
             f"{weights.parent} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train."
         )
-    alpha = "alpha" if kind == "lokr" else "lora_alpha"
-    settings = {"rank": _number(described, found, "r"), "alpha": _number(described, found, alpha)}
-    if settings["rank"] != _rank(weights, modules) and not (
-        kind == "lokr" and settings["rank"] in range(1, MAX_RANK + 1)
-    ):
-        raise SourceError(f"{described}: r is {found['r']}, the tensors beside it have rank {_rank(weights, modules)}.")
+    settings = {
+        "rank": _number(described, found, "r"),
+        "alpha": _number(described, found, "alpha" if kind == "lokr" else "lora_alpha"),
+    }
+    if settings["rank"] < 1 or rank not in (None, settings["rank"]):
+        raise SourceError(f"{described}: r is {found['r']}, the tensors beside it have rank {rank}.")
     if kind == "lokr":
         return settings | {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
     return settings | {"rank_stabilized": bool(found.get("use_rslora"))}
 
 
-def _diffusers_settings(weights: Path, header: Header, rank: int) -> dict[str, Any]:
-    """From PEFT's options in the header; a file without them plays at strength 1, as diffusers has it."""
-    found = _json_object(header.metadata.get("lora_adapter_metadata"))
-    options = {key.removeprefix("transformer."): value for key, value in found.items()}
+def _diffusers_settings(weights: Path, header: Header, kind: Kind, rank: int | None) -> dict[str, Any]:
+    """From PEFT's options in the header, with PEFT's own defaults; a file without them plays at strength 1."""
+    text = header.metadata.get("lora_adapter_metadata")
+    if kind == "lokr":
+        raise SourceError(f"{weights} is a LoKr with diffusers' names, which AceStepPipeline does not load either.")
+    if text is None:
+        return {"alpha": rank}
+    prefix = "transformer."
+    options = {"r": 8, "lora_alpha": 8} | {
+        key.removeprefix(prefix): value for key, value in _json_object(text).items() if key.startswith(prefix)
+    }
     if odd := [key for key in ODD_OPTIONS if options.get(key)]:
         raise SourceError(f"{weights} holds an adapter with {shorten(odd)}, which Descant does not train.")
-    alpha = _number(weights, {"lora_alpha": rank} | options, "lora_alpha")
-    return {"rank": rank, "alpha": alpha, "rank_stabilized": bool(options.get("use_rslora"))}
+    if options["r"] != rank or bool(options.get("use_dora")) != (kind == "dora"):
+        raise SourceError(
+            f"{weights} has tensors of a {kind} of rank {rank}, its header's lora_adapter_metadata speaks of another "
+            f"(r {plain(repr(options['r']), 50)}, use_dora {plain(repr(options.get('use_dora', False)), 50)})."
+        )
+    return {"alpha": _number(weights, options, "lora_alpha"), "rank_stabilized": bool(options.get("use_rslora"))}
 
 
-def _lokr_settings(weights: Path, header: Header, modules: Mapping[str, Parts]) -> dict[str, Any]:
-    found = _json_object(header.metadata.get("lokr_config"))
-    factor = found.get("factor")
-    if not isinstance(factor, int) or factor in (0, 1):
-        first = [size for parts in modules.values() for size in _whole(parts, "lokr_w1")]
-        sides = [size for parts in modules.values() for size in _weight_shape(parts)]
-        factor = -1 if first == list(map(_even_split, sides)) else max(first)
-    rank = _rank(weights, modules)
-    if not rank:  # any that leaves both matrices whole
-        least = max(math.ceil(max(_whole(parts, "lokr_w2")) / 2) for parts in modules.values())
-        named = found.get("linear_dim")
+def _lokr_settings(header: Header, modules: Mapping[str, Parts], rank: int | None) -> dict[str, Any]:
+    """What the shapes tell; and where all matrices are whole, a rank that leaves them so."""
+    if rank is None:
+        least = max(math.ceil(max(factor_shape(parts, "lokr_w2")) / 2) for parts in modules.values())
+        named = _json_object(header.metadata.get("lokr_config", "{}")).get("linear_dim")
         rank = named if isinstance(named, int) and least <= named <= MAX_RANK else least
     both = any("lokr_w1_a" in parts for parts in modules.values())
-    return {"rank": rank, "decompose_factor": factor, "decompose_both": both}
-
-
-def _whole(parts: Parts, factor: str) -> list[int]:
-    """The shape of one of a LoKr's two factors."""
-    return parts.get(factor) or [parts[f"{factor}_a"][0], parts[f"{factor}_b"][1]]
-
-
-def _even_split(size: int) -> int:
-    """The smaller of the two factors of `size` that are closest to each other."""
-    return max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
+    return {"rank": rank, "decompose_factor": find_kronecker_factor(modules), "decompose_both": both}
 
 
 def _scalar(weights: Path, header: Header, name: str) -> float:
@@ -325,16 +284,17 @@ def _scalar(weights: Path, header: Header, name: str) -> float:
 
 
 def _number(place: Path, values: Mapping[str, Any], key: str) -> float:
-    """The finite number at `key`. Raises SourceError for anything else."""
+    """The number at `key`, finite also as a float. Raises SourceError for anything else."""
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
-        raise SourceError(f"{place}: {key} is {plain(repr(value), 50)}, not a number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise SourceError(f"{place}: {key} is {plain(repr(value), 50)}, not a number that makes sense there.")
     return value
 
 
-def _json_object(text: str | None) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
+    """The JSON object in a header's text; an empty one for anything else."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_core import adapter, tensor_files
-from trainer_core.adapter_files import ADAPTER_FILES
+from trainer_core.adapter_files import ADAPTER_FILES, DORA_SCALES
 from trainer_core.config import as_text
 from trainer_core.events import Checkpoint
 from trainer_core.matching import mismatch
-from trainer_core.origin import DORA_SCALES, STATE_FILES, OptimizerState, TrainingState
+from trainer_core.origin import STATE_FILES, OptimizerState, TrainingState
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError, is_hub_id, shorten
 

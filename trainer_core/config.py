@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainer_core import sources
+from trainer_core.formats import Kind
 
 
 class Section(BaseModel):
@@ -50,6 +51,7 @@ def _factor(given: int) -> int:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+MAX_RANK, MAX_ALPHA = 1024, 4096
 
 # Fields that mean something only beside these values of other fields; the form hides them otherwise.
 FRESH: dict[str, JsonValue] = {"start_from": [""]}
@@ -102,7 +104,7 @@ class DatasetConfig(Section):
 class AdapterConfig(Section):
     """Adapter"""
 
-    type: Literal["lora", "dora", "lokr"] = Field(
+    type: Kind = Field(
         "lora",
         title="Type",
         description="lora is the most widely supported. dora also learns each output's magnitude: slower, often "
@@ -112,7 +114,7 @@ class AdapterConfig(Section):
     rank: int = Field(
         16,
         ge=1,
-        le=1024,
+        le=MAX_RANK,
         title="Rank",
         description="Size of the adapter. Higher can learn more and weighs more.",
         json_schema_extra={"only": FRESH},
@@ -120,7 +122,7 @@ class AdapterConfig(Section):
     alpha: int = Field(
         32,
         ge=1,
-        le=4096,
+        le=MAX_ALPHA,
         title="Alpha",
         description="Strength. The adapter is scaled by alpha / rank.",
         json_schema_extra={"only": FRESH},
@@ -296,8 +298,9 @@ class RunConfig(Section):
     start_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
         "",
         title="Start from",
-        description="Empty, or an adapter to begin with: a folder or file of Descant, ACE-Step, PEFT, diffusers, "
-        "ComfyUI, LyCORIS or ai-toolkit. Its kind, rank, alpha and targets are read from it; the steps count from 1.",
+        description="Empty, or an adapter whose weights to begin with: a folder or file of Descant, ACE-Step, PEFT, "
+        "diffusers, ComfyUI, LyCORIS or ai-toolkit; or upload a .safetensors file, a zip of PEFT's folder or its two "
+        "files. Type, rank, alpha and targets are read from it; the steps count from 1.",
         json_schema_extra={"section": "Origin", "kind": "adapter"},
     )
     resume_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(

@@ -9,7 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer_core import adapter_files, naming, origin, sources
+from trainer_core.adapter_files import AdapterFile
+from trainer_core.adapter_parts import check_kronecker_factor
 from trainer_core.config import RunConfig, allowed, fields
+from trainer_core.headers import read_shapes
 from trainer_core.matching import mismatch
 
 # Optimizers that come in packages of their own.
@@ -34,11 +37,18 @@ def validate(data: dict[str, Any]) -> RunConfig:
     except UnicodeEncodeError as error:
         raise ConfigError({"config": "Some text holds half a character (a lone surrogate). Type it again."}) from error
     problems: dict[str, str] = {}
-    config = None
+    start = config = None
     try:
-        config = RunConfig.model_validate(_with_adapter_of_origin(data))
+        start = _adapter_to_start_from(data)
+    except ValueError as error:
+        problems["start_from"] = str(error)
+    read = {} if start is None else {key: value for key, value in start.settings.items() if key not in _adapter(data)}
+    try:
+        config = RunConfig.model_validate(data | {"adapter": read | _adapter(data)} if read else data)
     except ValidationError as error:
-        problems = _problems(error)
+        problems |= _problems(error)
+        for name in problems.keys() & {f"adapter.{key}" for key in read}:
+            problems["start_from"] = f"Descant does not train it: {name} of the adapter. {problems.pop(name)}"
     for section, check in (("model", sources.check_model), ("dataset", sources.check_dataset)):
         given = data.get(section)
         source = given.get("source", sources.DEMO) if isinstance(given, dict) else sources.DEMO
@@ -48,37 +58,47 @@ def validate(data: dict[str, Any]) -> RunConfig:
             except sources.SourceError as error:
                 problems[f"{section}.source"] = str(error)
     if config:
-        problems |= _contradictions(config)
+        weights = _model_weights(config.model.source)
+        if weights and start and "targets" in read:
+            config = _with_short_targets(config, start, weights)
+        problems = _contradictions(config, start, weights) | problems
     if problems or not config:
         raise ConfigError(problems)
     return config
 
 
-def _with_adapter_of_origin(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` with the settings of the adapter to start from where it has none of its own."""
-    source, given = data.get("start_from"), data.get("adapter", {})
-    if not isinstance(source, str) or not source.strip() or not isinstance(given, dict):
-        return data
-    try:
-        adapter = adapter_files.read(Path(sources.absolute_if_given(source.strip())))
-    except ValueError:  # said at its field
-        return data
-    return data | {"adapter": adapter.settings | given}
+def _adapter(data: dict[str, Any]) -> dict[str, Any]:
+    """What `data` says of the adapter."""
+    given = data.get("adapter", {})
+    return given if isinstance(given, dict) else {}
 
 
-def _contradictions(config: RunConfig) -> dict[str, str]:
-    """What is wrong with fields that are each right by themselves."""
-    problems = origin.check(config)
-    field = "adapter.targets"
-    try:
-        weights = _model_weights(config.model.source)
-        if weights and config.start_from and "start_from" not in problems:
-            field = "start_from"
-            _check_fit(config, weights)
-        elif weights:
-            _check_targets(config, weights)
-    except sources.SourceError as error:
-        problems[field] = str(error)
+def _adapter_to_start_from(data: dict[str, Any]) -> AdapterFile | None:
+    """The adapter that `data` names, if it does. Raises ValueError for what is none."""
+    source = data.get("start_from")
+    if not isinstance(source, str) or not source.strip():
+        return None
+    return adapter_files.read(Path(sources.absolute_folder(source.strip())))
+
+
+def _with_short_targets(config: RunConfig, start: AdapterFile, weights: dict[str, list[int]]) -> RunConfig:
+    """`config` with groups or ends of names for targets, where they mean the layers of `start` and no others."""
+    short = naming.targets_of(start.modules)
+    meant = {naming.original_module(name) for name in _linear(weights) if naming.is_meant(short, name)}
+    if meant != set(start.modules):
+        return config
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update={"targets": short})})
+
+
+def _contradictions(
+    config: RunConfig, start: AdapterFile | None, weights: dict[str, list[int]] | None
+) -> dict[str, str]:
+    """What is wrong with fields that are each right by themselves, with the origin, and with the model's `weights`."""
+    problems = origin.check(config, start)
+    if weights and start:
+        problems |= _misfit(config, start, weights)
+    elif weights and not config.start_from:
+        problems |= _wrong_targets(config, weights)
     package = OPTIONAL_PACKAGES.get(config.training.optimizer)
     if config.training.optimizer == "adamw8bit" and config.hardware.device not in ("auto", "cuda"):
         problems["training.optimizer"] = f"adamw8bit works on cuda only, not on {config.hardware.device}. Use adamw."
@@ -100,7 +120,7 @@ def _model_weights(source: str) -> dict[str, list[int]] | None:
         return None
     try:
         files = sources.find_model(sources.DEMO_MODEL if source == sources.DEMO else Path(source))
-        shapes = sources.read_shapes(files.weights)
+        shapes = read_shapes(files.weights)
     except sources.SourceError:  # said at the model's own field, or by the trainer
         return None
     if files.layout == "original":
@@ -118,26 +138,33 @@ def _linear(weights: dict[str, list[int]]) -> dict[str, list[int]]:
     return {name: shapes[name] for name in sorted(shapes) if len(shapes[name]) == 2}
 
 
-def _check_targets(config: RunConfig, weights: dict[str, list[int]]) -> None:
-    """Raise SourceError if a target means none of the model's layers, or one that is not linear."""
+def _wrong_targets(config: RunConfig, weights: dict[str, list[int]]) -> dict[str, str]:
+    """What is wrong if a target means no layer of the model or one that is not linear, or a LoKr can't split one."""
     modules = {name.rsplit(".", count)[0] for name in weights for count in range(1, name.count(".") + 1)}
-    naming.check_targets(config.adapter.targets, modules, _linear(weights))
+    linear = _linear(weights)
+    try:
+        naming.check_targets(config.adapter.targets, modules, linear)
+    except sources.SourceError as error:
+        return {"adapter.targets": str(error)}
+    try:
+        if config.adapter.type == "lokr":
+            meant = [shape for name, shape in linear.items() if naming.is_meant(config.adapter.targets, name)]
+            check_kronecker_factor(config.adapter.decompose_factor, (side for shape in meant for side in shape))
+    except sources.SourceError as error:
+        return {"adapter.decompose_factor": str(error)}
+    return {}
 
 
-def _check_fit(config: RunConfig, weights: dict[str, list[int]]) -> None:
-    """Raise SourceError, with counts, unless the adapter to start from was made for the layers that are targets."""
-    adapter = adapter_files.read(Path(config.start_from))
-    found = adapter.weight_shapes()
+def _misfit(config: RunConfig, start: AdapterFile, weights: dict[str, list[int]]) -> dict[str, str]:
+    """What is wrong, with counts, unless the adapter to start from was made for the layers that are targets."""
     expected = {
-        naming.to_original(f".{name}.").strip("."): shape
+        naming.original_module(name): shape
         for name, shape in _linear(weights).items()
         if naming.is_meant(config.adapter.targets, name)
     }
-    if differences := mismatch(expected, found):
-        raise sources.SourceError(
-            f"{adapter.weights} was not made for these layers of this model: {differences}. Choose the model that it "
-            "was trained on."
-        )
+    if differences := mismatch(expected, start.weight_shapes()):
+        return {"start_from": f"It was made for another model, or for other targets: {differences}."}
+    return {}
 
 
 def _problems(error: ValidationError) -> dict[str, str]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer_core.naming import from_flat, to_diffusers, to_original
+from trainer_core.naming import diffusers_module, from_flat, original_module
 
-FormatName = Literal["peft", "diffusers", "comfyui"]
 Kind = Literal["lora", "dora", "lokr"]
+FormatName = Literal["peft", "diffusers", "comfyui"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["peft", "diffusers", "comfyui", "lycoris", "ai-toolkit"]
 
@@ -27,41 +27,40 @@ class Format:
     """A kind of download."""
 
     title: str
-    help: str
     suffix: str
 
 
 FORMATS: dict[FormatName, Format] = {
-    "peft": Format(
-        "ACE-Step / PEFT",
-        "A zip of the folder that ACE-Step's page and PEFT load.",
-        ".zip",
-    ),
-    "diffusers": Format(
-        "diffusers",
-        "One file for AceStepPipeline.load_lora_weights, from diffusers 0.40.",
-        ".safetensors",
-    ),
-    "comfyui": Format(
-        "ComfyUI",
-        "One file for ComfyUI from 0.14.1. A LoKr's, from ComfyUI 0.16, ACE-Step loads too.",
-        ".safetensors",
-    ),
+    "peft": Format("ACE-Step / PEFT", ".zip"),
+    "diffusers": Format("diffusers", ".safetensors"),
+    "comfyui": Format("ComfyUI", ".safetensors"),
 }
+
+
+def describe(name: FormatName, kind: Kind) -> str:
+    """What the download is for an adapter of this kind, and what loads it."""
+    if name == "peft":
+        return "A zip of the folder that ACE-Step's page and PEFT load."
+    if name == "diffusers":
+        return "One file for AceStepPipeline of diffusers 0.40 or later."
+    if kind == "lokr":
+        return "One file for ComfyUI 0.16 or later; ACE-Step loads it too."
+    return "One file for ComfyUI 0.14.1 or later."
 
 
 def refusal(name: FormatName, kind: Kind) -> str | None:
     """Why the format can't hold an adapter of this kind; None where it can."""
     if name == "diffusers" and kind == "dora":
         return (
-            "diffusers drops a DoRA's magnitudes, and no plain LoRA can stand in: they scale the base weights too. "
-            "Choose ACE-Step / PEFT or ComfyUI."
+            "diffusers can't load a DoRA: it drops the magnitudes, and no plain LoRA equals what is left out. Choose "
+            "another format."
         )
     if name == "diffusers" and kind == "lokr":
-        return "AceStepPipeline.load_lora_weights takes LoRA only, no LoKr. Choose ACE-Step / PEFT or ComfyUI."
+        return "AceStepPipeline of diffusers loads LoRA only, no LoKr. Choose another format."
     return None
 
 
+MAGNITUDE = "lora_magnitude_vector"
 # Prefix of each layout's tensor names. PEFT's comes last: ComfyUI's is the same, its parts differ.
 PREFIXES: dict[Layout, str] = {
     "lycoris": "lycoris_",
@@ -74,14 +73,24 @@ PREFIXES: dict[Layout, str] = {
 COMFYUI_PARTS = {
     "lora_A.weight": "lora_down.weight",
     "lora_B.weight": "lora_up.weight",
-    "lora_magnitude_vector": "dora_scale",
+    MAGNITUDE: "dora_scale",
 }
 LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 PARTS = {ours: ours for ours in (*COMFYUI_PARTS, *LOKR_PARTS, "alpha")} | {
     theirs: ours for ours, theirs in COMFYUI_PARTS.items()
 }
 """Every part by each of its names, as PEFT calls it. `alpha` is no part of PEFT's."""
-_NAME = re.compile(rf"(?P<module>.+?)\.(?P<part>{'|'.join(map(re.escape, PARTS))})")
+_NAME = re.compile(rf"(?P<module>[a-z0-9_.]{{1,200}}?)\.(?P<part>{'|'.join(map(re.escape, PARTS))})")
+
+
+# What a DoRA's magnitudes are called where their meaning is known. Under LyCORIS' names it is not: it has its own rule,
+# and ComfyUI plays the same file by another.
+MAGNITUDES: dict[Layout, str] = {
+    "peft": MAGNITUDE,
+    "diffusers": MAGNITUDE,
+    "comfyui": COMFYUI_PARTS[MAGNITUDE],
+    "ai-toolkit": COMFYUI_PARTS[MAGNITUDE],
+}
 
 
 def tensor_name(layout: Layout, module: str, part: str) -> str:
@@ -89,7 +98,7 @@ def tensor_name(layout: Layout, module: str, part: str) -> str:
     if layout == "lycoris":
         module = module.replace(".", "_")
     elif layout == "diffusers":
-        module = to_diffusers(f".{module}.").strip(".")
+        module = diffusers_module(module)
     elif layout == "comfyui":
         part = COMFYUI_PARTS.get(part, part)
     return f"{PREFIXES[layout]}{module}.{part}"
@@ -100,12 +109,15 @@ def parse_name(layout: Layout, name: str) -> tuple[str, str] | None:
     found = _NAME.fullmatch(name.removeprefix(PREFIXES[layout]))
     if not found or not name.startswith(PREFIXES[layout]):
         return None
+    part = PARTS[found["part"]]
+    if part == MAGNITUDE and found["part"] != MAGNITUDES.get(layout):
+        return None
     module: str | None = found["module"]
     if layout == "lycoris":
         module = from_flat(found["module"])
     elif layout == "diffusers":
-        module = to_original(f".{module}.").strip(".")
-    return (module, PARTS[found["part"]]) if module else None
+        module = original_module(found["module"])
+    return (module, part) if module else None
 
 
 def recognise(names: Iterable[str]) -> Layout | None:
@@ -113,14 +125,9 @@ def recognise(names: Iterable[str]) -> Layout | None:
     known = list(names)
     for layout, prefix in PREFIXES.items():
         mine = [name for name in known if name.startswith(prefix)]
-        if mine and (layout != "comfyui" or any(is_comfyui(name) for name in mine)):
+        if mine and (layout != "comfyui" or any(name.endswith((".alpha", *COMFYUI_PARTS.values())) for name in mine)):
             return layout
     return None
-
-
-def is_comfyui(name: str) -> bool:
-    """Whether a tensor named so, with PEFT's prefix, is ComfyUI's."""
-    return name.endswith((".alpha", *(f".{part}" for part in COMFYUI_PARTS.values())))
 
 
 def scale(settings: Mapping[str, Any]) -> float:

@@ -51,10 +51,20 @@ def to_original(name: str) -> str:
     return name
 
 
+def diffusers_module(name: str) -> str:
+    """ACE-Step's name of a module (without `decoder.`) as diffusers calls it."""
+    return to_diffusers(f".{name}.").strip(".")
+
+
+def original_module(name: str) -> str:
+    """The inverse of `diffusers_module`."""
+    return to_original(f".{name}.").strip(".")
+
+
 def module_names(target: str) -> tuple[str, ...]:
     """What a target stands for: the ends of module names as diffusers has them. It may be one of GROUPS, or ACE-Step's
     or diffusers' own name of a module or its end."""
-    return GROUPS.get(target, (to_diffusers(f".{target}.").strip("."),))
+    return GROUPS.get(target, (diffusers_module(target),))
 
 
 def is_meant(targets: Iterable[str], name: str) -> bool:
@@ -74,7 +84,7 @@ def check_targets(targets: Collection[str], modules: Collection[str], linear: Co
             lost.append(target)
     if lost:
         blocks = [int(found[1]) for name in linear if (found := re.match(r"layers\.(\d+)\.", name))]
-        kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", to_original(f"{name}.")).strip(".") for name in linear)
+        kinds = dict.fromkeys(re.sub(r"^layers\.\d+\.", "", original_module(name)) for name in linear)
         raise SourceError(
             f"No linear layer of this model is called {shorten(lost)}. Targets are {', '.join(GROUPS)}, and the layers "
             f"{', '.join(kinds)}; those of one block with its number, from layers.0 to layers.{max(blocks, default=0)}."
@@ -83,19 +93,19 @@ def check_targets(targets: Collection[str], modules: Collection[str], linear: Co
 
 def from_flat(flat: str) -> str | None:
     """ACE-Step's linear layer whose name with every dot made an underscore, as LyCORIS has it, is `flat`."""
-    block = re.fullmatch(r"layers_(\d+)_(\w+)", flat)
-    inside = [to_original(f"{name}.").strip(".") for group in GROUPS.values() for name in group]
+    block = re.fullmatch(r"layers_(\d{1,4})_(\w+)", flat)
+    inside = [original_module(name) for group in GROUPS.values() for name in group]
     known = {name.replace(".", "_"): name for name in (inside if block else SINGLE)}
     found = known.get(block[2] if block else flat)
     return f"layers.{block[1]}.{found}" if block and found else found
 
 
 def targets_of(modules: Collection[str]) -> tuple[str, ...]:
-    """The fewest targets that mean the layers `modules`, by ACE-Step's names, in a model whose blocks are alike."""
+    """The fewest targets that mean the layers `modules`, by ACE-Step's names, in a model that has no further blocks."""
     blocks: dict[str, set[int]] = {}
     others = []
     for name in modules:
-        if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
+        if found := re.fullmatch(r"layers\.(\d{1,4})\.(.+)", name):
             blocks.setdefault(found[2], set()).add(int(found[1]))
         else:
             others.append(name)
@@ -105,7 +115,7 @@ def targets_of(modules: Collection[str]) -> tuple[str, ...]:
     ends = set(blocks)
     targets: list[str] = []
     for group, names in GROUPS.items():
-        inside = {to_original(f"{name}.").strip(".") for name in names}
+        inside = {original_module(name) for name in names}
         if inside <= ends:
             targets.append(group)
             ends -= inside

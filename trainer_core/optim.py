@@ -9,6 +9,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_core.config import TrainingConfig
+from trainer_core.formats import MAGNITUDE
 from trainer_core.precision import HardwareError
 
 FINAL_FACTOR = 0.01
@@ -46,8 +47,8 @@ def make_optimizer(trained: dict[str, Parameter], training: TrainingConfig, devi
     Raises HardwareError for one that does not work on `device`.
     """
     # A DoRA's magnitudes multiply the base model's outputs: pulled towards zero they would shrink the model.
-    magnitudes = [parameter for name, parameter in trained.items() if "lora_magnitude_vector" in name]
-    others = [parameter for name, parameter in trained.items() if "lora_magnitude_vector" not in name]
+    magnitudes = [parameter for name, parameter in trained.items() if MAGNITUDE in name]
+    others = [parameter for name, parameter in trained.items() if MAGNITUDE not in name]
     groups: list[dict[str, Any]] = [{"params": others, "weight_decay": training.weight_decay}]
     if magnitudes:
         groups.append({"params": magnitudes, "weight_decay": 0.0})

@@ -9,15 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
-from trainer_core import adapter_files
 from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
 from trainer_core.config import RunConfig, as_text, flatten
 from trainer_core.sources import SourceError, plain, read_json, shorten
 
 STATE_FILES = ("state.safetensors", "state.json")
-DORA_SCALES = "dora_scale.safetensors"
-"""A DoRA's magnitudes as ComfyUI takes them, by module; computed while the base model is there."""
-
 # What may differ between a run and the run that continues it: places, which fingerprints make up for, and what
 # changes no update or only its rounding. The number of epochs changes the schedule, which is planned again.
 MAY_DIFFER = (
@@ -130,18 +126,18 @@ def read_state(checkpoint: Path) -> TrainingState:
         ) from error
 
 
-def check(config: RunConfig) -> dict[str, str]:
-    """What is wrong with the origin `config` names, by field; nothing for a run that begins at nothing."""
+def check(config: RunConfig, start: AdapterFile | None) -> dict[str, str]:
+    """What is wrong with the origin `config` names, by field; `start` is the adapter to start from, if it has one."""
     if config.resume_from and config.start_from:
         return {"resume_from": "Start from is filled in too; a run can have one of them."}
+    if start:
+        return _check_adapter(config, start)
+    if not config.resume_from:
+        return {}
     try:
-        if config.resume_from:
-            return _check_resume(config, read_state(Path(config.resume_from)))
-        if config.start_from:
-            return _check_adapter(config, adapter_files.read(Path(config.start_from)))
+        return _check_resume(config, read_state(Path(config.resume_from)))
     except SourceError as error:
-        return {"resume_from" if config.resume_from else "start_from": str(error)}
-    return {}
+        return {"resume_from": str(error)}
 
 
 def _check_resume(config: RunConfig, state: TrainingState) -> dict[str, str]:

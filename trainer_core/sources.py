@@ -1,4 +1,5 @@
-"""Where a model and a data set come from: their files, found and checked without opening a tensor.
+"""Where a model and a data set come from: their files, found and checked without opening a tensor; and what such checks
+share.
 
 Light on purpose (no torch): the web page answers "no such folder" at the field, before a trainer is started.
 What can only be seen inside the files (shapes, NaN, names of weights) is checked by `model` and `dataset`.
@@ -14,12 +15,12 @@ from typing import Any, Literal
 DEMO = "demo"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HEADER_BYTES = 100_000_000  # as safetensors itself bounds it
+MAX_JSON_BYTES = 64 << 20
 PATH_SEPARATORS = re.compile(r"[\\/]")
 
 
 class SourceError(ValueError):
-    """A model or data set can't be used; the message says what was given and what to do."""
+    """A model, data set or adapter can't be used; the message says what was given and what to do."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def absolute_model(source: str) -> str:
 
 def absolute_folder(source: str) -> str:
     """`source` with a folder made absolute; `demo` stays."""
+    source = re.sub(r"""^(["'])(.+)\1$""", r"\2", source)  # as a file manager copies a path
     if not source:
-        raise ValueError("Nothing was given; this takes the path of a folder, or demo.")
+        raise ValueError("Nothing was given; this takes the path of a folder.")
     if source == DEMO:
         return source
     if "\0" in source:
@@ -111,7 +113,7 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
     """
     names = _listing(folder, "a folder of preprocessed tensors (.pt)")
     found = sorted(
-        name for name in names if name.endswith(".pt") and not name.endswith(".tmp.pt") and _is_file(folder / name)
+        name for name in names if name.endswith(".pt") and not name.endswith(".tmp.pt") and is_file(folder / name)
     )
     if not found:
         where = [child for child in sorted(names) if (folder / child).is_dir() and any((folder / child).glob("*.pt"))]
@@ -134,64 +136,14 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in wanted)
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor as a safetensors file's header has it; its bytes lie from `begin` to `end` behind the header."""
-
-    dtype: str
-    shape: list[int]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file, which takes its first `size` bytes."""
-
-    size: int
-    metadata: dict[str, str]
-    tensors: dict[str, TensorInfo]
-
-
-def read_header(path: Path) -> Header:
-    """What a safetensors file holds, without reading a tensor. Raises SourceError for what is no such, whole file."""
-    if not _is_file(path):
-        raise SourceError(f"{path} is not a file.")
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            content = json.loads(file.read(length))
-            metadata = content.pop("__metadata__", {})
-            tensors = {
-                name: TensorInfo(str(entry["dtype"]), [int(size) for size in entry["shape"]], *entry["data_offsets"])
-                for name, entry in content.items()
-            }
-            end = max((tensor.end for tensor in tensors.values()), default=0)
-            if path.stat().st_size != 8 + length + end or any(not 0 <= t.begin <= t.end for t in tensors.values()):
-                raise ValueError("the tensors lie where the file is not")
-            return Header(8 + length, {str(key): str(value) for key, value in metadata.items()}, tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SourceError(
-            f"{path} can't be read as safetensors: it is damaged or something else. Get it again."
-        ) from error
-
-
-def read_shapes(paths: Iterable[Path]) -> dict[str, list[int]]:
-    """The tensors of safetensors files by name, with their shapes, from the files' headers alone.
-
-    Raises SourceError for what is no such file.
-    """
-    return {name: tensor.shape for path in paths for name, tensor in read_header(path).tensors.items()}
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; SourceError if it is anything else."""
-    if not _is_file(path):  # a pipe or a device would never end
+    if not is_file(path):  # a pipe or a device would never end
         raise SourceError(f"{path} is not a file.")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise SourceError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, which none of its kind is.")
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
@@ -228,7 +180,8 @@ def _listing(folder: Path, wanted: str) -> set[str]:
     return names
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Whether there is a file, no pipe or device. Raises SourceError where that can't be seen."""
     try:
         return path.is_file()
     except OSError as error:
@@ -237,7 +190,7 @@ def _is_file(path: Path) -> bool:
 
 def _config(folder: Path) -> Path:
     config = folder / "config.json"
-    if _is_file(config):
+    if is_file(config):
         return config
     inside = sorted(child.parent.name for child in folder.glob("*/config.json"))
     hint = f" Its folders {shorten(inside)} have one: give one of those." if inside else ""
@@ -246,9 +199,9 @@ def _config(folder: Path) -> Path:
 
 def _weights(folder: Path, stem: str) -> tuple[Path, ...]:
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if _is_file(single):
+    if is_file(single):
         return (single,)
-    if not _is_file(index):
+    if not is_file(index):
         raise SourceError(
             f"{folder} has a config.json but no weights. Expected {single.name}, or {index.name} and its shards."
         )
@@ -256,7 +209,7 @@ def _weights(folder: Path, stem: str) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f'{index} has no "weight_map". Download the model again.')
     shards = sorted({PATH_SEPARATORS.split(str(name))[-1] for name in weight_map.values()})
-    missing = [name for name in shards if not _is_file(folder / name)]
+    missing = [name for name in shards if not is_file(folder / name)]
     if missing:
         raise SourceError(
             f"{index.name} names {len(shards)} shards, {len(missing)} of them are missing: {shorten(missing)}. "

@@ -45,7 +45,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     # Setup
     training = config.training
-    if problems := origin.check(config):
+    start_from = adapter_files.read(Path(config.start_from)) if config.start_from else None
+    if problems := origin.check(config, start_from):
         raise SourceError(" ".join(problems.values()))
     device, number_format = precision.choose(config.hardware, config.model.base_dtype)
     fabric = precision.make_fabric(device, number_format)
@@ -71,12 +72,12 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     transformer = base.transformer
     fabric.seed_everything(training.seed, verbose=False)
     adapted_modules = adapter.inject(transformer, config.adapter)
-    if config.adapter.type == "lokr" and (whole := adapter.idle_rank(transformer)):
+    if config.adapter.type == "lokr" and not start_from and (whole := adapter.idle_rank(transformer)):
         warn(
             f"Rank {config.adapter.rank} has no effect on the size of {whole} of {adapted_modules} "
             "modules, only on their strength (alpha / rank): with a Kronecker factor of "
-            f"{config.adapter.decompose_factor} both matrices are whole there. Another factor (8 suits most) or a "
-            "lower rank gives it one."
+            f"{config.adapter.decompose_factor} their matrices are smaller than it. A lower rank or another factor "
+            "gives it one."
         )
     if training.gradient_checkpointing:
         precision.check_checkpointing(device, config.adapter)
@@ -110,15 +111,13 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     first_epoch = 1
     position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
     validation_loss, validation_step = math.nan, 0
-    matched = cast = 0
-    if config.start_from:
-        given = adapter_files.read(Path(config.start_from))
-        matched, cast = adapter.load(transformer, given)
+    if start_from:
+        matched, cast = adapter.load(transformer, start_from)
         emit(
             Phase(
                 name="loading_adapter",
-                message=f"Warm start with the weights of {given.place}: {matched} of {len(trained)} tensors matched. "
-                "Optimizer, schedule and steps begin anew.",
+                message=f"Starting from {start_from.place}: {matched} of {len(trained)} tensors matched, {cast} of "
+                "them cast to fp32. Optimizer, schedule and steps begin anew.",
             )
         )
     if resumed is not None:
@@ -153,6 +152,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 f"and {states} of {len(resumed.optimizer.shapes)} of the optimizer matched",
             )
         )
+        if cast:
+            warn(f"{cast} of {matched} adapter tensors were not in fp32; cast to it.")
         if cast_states:
             warn(f"{cast_states} of {states} optimizer tensors were in half precision; cast to fp32.")
         if (resumed.device, resumed.precision) != (device, number_format):
@@ -160,8 +161,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 f"The run was on {resumed.device} with {resumed.precision} and continues on {device} with "
                 f"{number_format}: rightly, but not bit for bit as it would have there."
             )
-    if cast:
-        warn(f"{cast} of {matched} adapter tensors were not in fp32; cast to it.")
     scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
 
     emit(
@@ -357,7 +356,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     # Finish
     here = f" This run made steps {resumed.step + 1} to {step}." if resumed else ""
-    return finish("completed", f"Trained {step} steps in {epoch} epochs on {len(samples)} samples.{here}")
+    return finish(
+        "completed", f"Trained {step} steps in {epoch} epoch{'s' if epoch > 1 else ''} on {len(samples)} samples.{here}"
+    )
 
 
 def split(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -18,7 +18,7 @@ from trainer_core.formats import FORMATS, PRECISIONS
 from trainer_core.run_dir import ACTIVE
 from trainer_core.sources import SourceError
 from webapp import runs
-from webapp.forms import from_form, to_values, without_read
+from webapp.forms import from_form, to_values, without_hidden
 from webapp.pages import form_page, resuming
 from webapp.supervisor import RunActive, start_in_background
 
@@ -32,7 +32,7 @@ async def start(request: Request) -> Response:
     async with request.form() as form:
         data = from_form(form.multi_items())
     values = {name: str(value) for name, value in flatten(data).items()}
-    return await run_in_threadpool(_start, request, without_read(data), values)
+    return await run_in_threadpool(_start, request, without_hidden(data), values)
 
 
 def resume(request: Request) -> Response:
@@ -79,7 +79,10 @@ def delete(request: Request) -> Response:
 
 
 def download(request: Request) -> Response:
-    """A checkpoint as a file for another program: `format` and `precision` of the query, or the first of each."""
+    """A checkpoint as a file for another program: `format` and `precision` of the query, or the first of each.
+
+    It is made anew at each request, for a range too: seconds for an adapter of a gigabyte, and nothing to tidy up.
+    """
     # Here, since numpy's memory and start-up time are for those who download.
     from trainer_core import exports
 
@@ -94,19 +97,22 @@ def download(request: Request) -> Response:
     if precision not in PRECISIONS:
         raise HTTPException(400, f"Precision {precision!r} was asked for; there are {', '.join(PRECISIONS)}.")
     name = exports.file_name(run.summary().name, checkpoint.name, chosen, precision)
-    folder = Path(tempfile.mkdtemp(prefix="descant-"))
+    folder = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix="descant-"))
         exports.export(checkpoint, chosen, precision, folder / name)
         # A file made anew for the rest of a download is the same, and its ETag, which is made of this time, has to be.
         changed = checkpoint.stat().st_mtime
         os.utime(folder / name, (changed, changed))
         return MadeFile(folder / name)
-    except SourceError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise HTTPException(409, str(error)) from error
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise HTTPException(507, f"The file could not be made: {error}.") from error
+    except BaseException as error:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, SourceError):
+            raise HTTPException(409, str(error)) from error
+        if isinstance(error, OSError):
+            raise HTTPException(507, f"The file could not be made: {error}.") from error
+        raise
 
 
 class MadeFile(FileResponse):

@@ -76,29 +76,29 @@ def events(request: Request) -> Response:
 
 
 async def adapter(request: Request) -> Response:
-    """What is in an adapter: one that is named by {"path": ...}, or uploaded as form files, which are then kept."""
-    if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        async with request.form() as form:
-            uploaded = {
-                file.filename or "": file.file for file in form.getlist("files") if isinstance(file, UploadFile)
-            }
-            found = await run_in_threadpool(_answered, lambda: keep(uploaded, runs.folders(request).home))
-    else:
+    """What is in an adapter: one that is named by {"path": ...}, or uploaded as form files, which are then kept.
+
+    Never a GET: on Windows to look at a path can sign in to another machine, and any web page can send one.
+    """
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         path = (await json_object(request)).get("path")
         if not isinstance(path, str):
             raise HTTPException(422, f"path is {path!r}; it takes the path of an adapter's folder or file.")
-        found = await run_in_threadpool(_answered, lambda: adapter_files.read(Path(absolute_folder(path))))
-    return found
+        return await run_in_threadpool(_described, lambda: adapter_files.read(Path(absolute_folder(path.strip()))))
+    try:
+        async with request.form() as form:
+            files = {file.filename or "": file.file for file in form.getlist("files") if isinstance(file, UploadFile)}
+            return await run_in_threadpool(_described, lambda: keep(files, runs.folders(request).home))
+    except OSError as error:
+        raise HTTPException(507, f"The upload can't be kept: {error}.") from error
 
 
-def _answered(read: Callable[[], AdapterFile]) -> Response:
-    """The adapter as JSON, or why there is none."""
+def _described(read: Callable[[], AdapterFile]) -> Response:
+    """The adapter as JSON. Raises a 422 for what is none."""
     try:
         found = read()
     except ValueError as error:
         raise HTTPException(422, plain(str(error))) from error
-    except OSError as error:
-        raise HTTPException(507, f"The adapter can't be kept: {error}.") from error
     return JSONResponse({"path": str(found.place), "adapter": found.settings, "description": str(found)})
 
 

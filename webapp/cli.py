@@ -43,9 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     train_parser.set_defaults(command=train)
 
     export_parser = commands.add_parser("export", help="write a checkpoint as a file for another program")
-    export_parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step-000160")
+    export_parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, such as RUN/checkpoints/step-000160"
+    )
     for option, allowed in (("format", FORMATS), ("precision", PRECISIONS)):
-        export_parser.add_argument(f"--{option}", choices=allowed, default=next(iter(allowed)), help="(%(default)s)")
+        export_parser.add_argument(
+            f"--{option}", choices=allowed, default=next(iter(allowed)), help="as on the page (%(default)s)"
+        )
     export_parser.add_argument(
         "--output", type=Path, metavar="PATH", help="a file or folder (here, named after the run)"
     )
@@ -120,18 +124,21 @@ def export(options: argparse.Namespace) -> int:
     from trainer_core import exports
 
     checkpoint: Path = options.checkpoint.expanduser().absolute()
-    run = str(RunDir(checkpoint.parent.parent).settings().get("name", ""))
     output: Path = options.output or Path()
-    if output.is_dir():
-        output /= exports.file_name(run, checkpoint.name, options.format, options.precision)
-    if output.exists():
-        raise StartError(f"{output} is there already. Remove it, or give another --output.")
     try:
+        if output.is_dir():
+            run = str(RunDir(checkpoint.parent.parent).settings().get("name", ""))
+            output /= exports.file_name(run, checkpoint.name, options.format, options.precision)
+        if output.exists():
+            raise StartError(f"{output} is there already. Remove it, or give another --output.")
         tensors = exports.export(checkpoint, options.format, options.precision, output)
     except SourceError as error:
         raise StartError(str(error)) from error
     except OSError as error:
-        raise StartError(f"{output} can't be written: {error}.") from error
+        raise StartError(f"{output} can't be written: {error.strerror or error}.") from error
+    except KeyboardInterrupt:
+        print("descant: interrupted, nothing was written", file=sys.stderr)
+        return 130
     print(f"{output}: {tensors} tensors, {output.stat().st_size:,} bytes, {options.format}, {options.precision}")
     return 0
 

@@ -79,8 +79,11 @@ def from_form(items: Iterable[tuple[str, object]]) -> dict[str, Any]:
     return data
 
 
-def without_read(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` without the settings that the form hides beside an adapter to start from: they are read from that."""
+def without_hidden(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` without the settings that the form hides beside an adapter to start from.
+
+    A browser posts hidden fields too, and what stands in them would contradict the adapter, from which they are read.
+    """
     adapter = data.get("adapter")
     if not str(data.get("start_from", "")).strip() or not isinstance(adapter, dict):
         return data

@@ -1,7 +1,6 @@
 """The pages a person looks at."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.templating import Jinja2Templates
 
-from trainer_core.formats import FORMATS, PRECISIONS, Kind, refusal
+from trainer_core.formats import FORMATS, PRECISIONS, Kind, describe, refusal
 from trainer_core.run_dir import RunDir, RunSummary
 from webapp import runs
 from webapp.forms import form_sections, to_values
@@ -85,12 +84,13 @@ def run_page(request: Request) -> Response:
     summary = run.summary()
     settings = run.settings()
     origin = summary.resume_from or summary.start_from or ""
-    adapter = to_values(settings)["adapter.type"]
+    kind = cast(Kind, to_values(settings)["adapter.type"])
     context = {
         "run": summary,
         "settings": form_sections(to_values(settings)),
         "formats": {
-            name: asdict(format) | {"refusal": refusal(name, cast(Kind, adapter))} for name, format in FORMATS.items()
+            name: {"title": format.title, "help": describe(name, kind), "refusal": refusal(name, kind)}
+            for name, format in FORMATS.items()
         },
         "precisions": PRECISIONS,
         "origin": {"exact": bool(summary.resume_from), "checkpoint": Path(origin).name, "path": origin}

@@ -4,19 +4,23 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 import zipfile
+import zlib
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
 from trainer_core import adapter_files
 from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
 from trainer_core.run_dir import slug
-from trainer_core.sources import SourceError, shorten
+from trainer_core.sources import PATH_SEPARATORS, SourceError, shorten
 
-MAX_BYTES = 4 << 30
-"""Of an adapter, unpacked: some ten times the largest that Descant trains on the XL model."""
+MAX_BYTES = {ADAPTER_FILES[0]: 1 << 20, ADAPTER_FILES[1]: 16 << 30}
+"""Rank 1024 on all layers of the XL model takes some 9 GB in fp32; an adapter's config is read into memory."""
 PIECE = 1 << 20
+ABANDONED_SECONDS = 24 * 3600
+"""After which what a killed server left of an upload is removed."""
 
 
 def keep(files: Mapping[str, IO[bytes]], home: Path) -> AdapterFile:
@@ -27,9 +31,12 @@ def keep(files: Mapping[str, IO[bytes]], home: Path) -> AdapterFile:
     """
     folder = home / "adapters"
     folder.mkdir(parents=True, exist_ok=True)
+    for abandoned in folder.glob(".upload-*"):
+        if abandoned.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+            shutil.rmtree(abandoned, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".upload-", dir=folder))
     try:
-        name = _unpack(files, partial)
+        stem = _unpack({PATH_SEPARATORS.split(name)[-1]: file for name, file in files.items()}, partial)
         adapter_files.read(partial)
         digest = hashlib.sha256()
         for path in sorted(partial.iterdir()):
@@ -37,10 +44,18 @@ def keep(files: Mapping[str, IO[bytes]], home: Path) -> AdapterFile:
                 digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
                 while piece := file.read(PIECE):
                     digest.update(piece)
-        final = folder / f"{slug(name) or 'adapter'}-{digest.hexdigest()[:12]}"
-        if not final.is_dir():
+        final = folder / f"{stem}-{digest.hexdigest()[:12]}"
+        try:
             partial.rename(final)
-        return adapter_files.read(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+        try:
+            return adapter_files.read(final)  # which may have been kept before
+        except SourceError:
+            shutil.rmtree(final)  # and damaged since
+            partial.rename(final)
+            return adapter_files.read(final)
     except SourceError as error:
         said = str(error).replace(f"{partial}{os.sep}", "").replace(str(partial), "The upload")
         raise SourceError(said) from error
@@ -49,25 +64,26 @@ def keep(files: Mapping[str, IO[bytes]], home: Path) -> AdapterFile:
 
 
 def _unpack(files: Mapping[str, IO[bytes]], folder: Path) -> str:
-    """Write the adapter's files into `folder` by names of our own; what to call it."""
+    """Write the adapter's files into `folder`, by names that are safe; what to call it."""
     if sorted(files) == sorted(ADAPTER_FILES):
         for name, file in files.items():
             _copy(file, folder / name)
         return "adapter"
-    if len(files) != 1:
+    if len(files) != 1 or ADAPTER_FILES[0] in files or ADAPTER_FILES[1] in files:
         raise SourceError(
-            f"{len(files)} files were given ({shorten(files)}). Give one .safetensors file, a zip, or the two files "
-            f"{' and '.join(ADAPTER_FILES)}."
+            f"{shorten(files) or 'Nothing'} was given. Choose one .safetensors file, one zip, or {ADAPTER_FILES[0]} "
+            f"and {ADAPTER_FILES[1]} together."
         )
-    (name, file), *_ = files.items()
-    kind = PurePosixPath(name).suffix.lower()
-    if kind == ".safetensors":
-        _copy(file, folder / "adapter.safetensors")
-    elif kind == ".zip":
+    ((name, file),) = files.items()
+    stem, _, kind = name.rpartition(".")
+    stem = slug(stem) or "adapter"
+    if kind.lower() == "safetensors":
+        _copy(file, folder / f"{stem}.safetensors")
+    elif kind.lower() == "zip":
         _unzip(file, folder)
     else:
         raise SourceError(f"{name} was given; this takes .safetensors files and zips. Pickled weights are not read.")
-    return PurePosixPath(name).stem
+    return stem
 
 
 def _unzip(file: IO[bytes], folder: Path) -> None:
@@ -75,20 +91,26 @@ def _unzip(file: IO[bytes], folder: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             for wanted in ADAPTER_FILES:
-                found = [entry for entry in archive.infolist() if PurePosixPath(entry.filename).name == wanted]
+                found = [entry for entry in archive.infolist() if PATH_SEPARATORS.split(entry.filename)[-1] == wanted]
                 if len(found) != 1:
-                    raise SourceError(f"The zip has {len(found)} files named {wanted}; it should have one.")
+                    raise SourceError(
+                        f"The zip is not that of one PEFT adapter: it has {len(found) or 'no'} files called {wanted}."
+                    )
+                if found[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise SourceError("The zip is compressed in a way that is not read; deflate is.")
                 with archive.open(found[0]) as entry:
                     _copy(entry, folder / wanted)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
         raise SourceError(f"The zip can't be read: {error}.") from error
 
 
 def _copy(source: IO[bytes], target: Path) -> None:
+    """Write what is in `source` to `target`. Raises SourceError where it is too large."""
+    most = MAX_BYTES.get(target.name, MAX_BYTES[ADAPTER_FILES[1]])
     size = 0
     with target.open("wb") as file:
         while piece := source.read(PIECE):
             size += len(piece)
-            if size > MAX_BYTES:
-                raise SourceError(f"{target.name} is larger than {MAX_BYTES >> 30} GiB, which no adapter is.")
+            if size > most:
+                raise SourceError(f"{target.name} is larger than {most >> 20:,} MiB, which none of its kind is.")
             file.write(piece)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 from tests.conftest import FIXTURE
 from trainer_core import model
-from trainer_core.naming import to_original
+from trainer_core.naming import diffusers_module, original_module
 
 Changes = dict[str, Tensor]
 
@@ -45,7 +45,7 @@ class Original(nn.Module):
         weights = base_weights()
         for name, module in model.load(str(FIXTURE / "checkpoint")).transformer.named_modules():
             if isinstance(module, nn.Linear):
-                path = to_original(f".{name}.").strip(".").split(".")
+                path = original_module(name).split(".")
                 parent: nn.Module = self
                 for part in path[:-1]:
                     if not hasattr(parent, part):
@@ -65,24 +65,28 @@ def merged(adapted: nn.Module) -> Changes:
             assert isinstance(base, nn.Linear)
             before = base.weight.detach().clone()
             layer.merge()
-            module = to_original(f".{name}.").strip(".").removeprefix("base_model.model.")
+            module = original_module(name).removeprefix("base_model.model.")
             changes[module] = base.weight.detach() - before
             layer.unmerge()
     return changes
 
 
-def peft(archive: Path, folder: Path) -> Changes:
-    """PEFT's, from the zip."""
+def peft(archive: Path, folder: Path) -> PeftModel:
+    """Modules under ACE-Step's names with the adapter of the zip, loaded by PEFT."""
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(folder)
     (unpacked,) = folder.iterdir()
-    return merged(PeftModel.from_pretrained(Original(), str(unpacked)))
+    return PeftModel.from_pretrained(Original(), str(unpacked))
 
 
-def comfyui_names() -> set[str]:
-    """What ComfyUI takes for the name of a module of ACE-Step 1.5, by the weights of the model."""
-    modules = {name.removesuffix(".weight") for name in base_weights() if name.endswith(".weight")}
-    return {f"base_model.model.{name}" for name in modules} | {f"lycoris_{name.replace('.', '_')}" for name in modules}
+def in_transformer(adapted: PeftModel) -> model.LoadedModel:
+    """The fixture model that computes with the layers of `adapted`."""
+    loaded = model.load(str(FIXTURE / "checkpoint"))
+    tree = adapted.get_base_model()
+    for name, layer in tree.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            loaded.transformer.set_submodule(diffusers_module(name), layer)
+    return loaded
 
 
 def comfyui(file: Path) -> Changes:

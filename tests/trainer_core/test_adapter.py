@@ -12,11 +12,12 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.conftest import FIXTURE
+from tests.conftest import FIXTURE, fixture_settings
 from tests.trainer_core.test_model import output
 from tests.trainer_core.training import of_kind, run_training, steps, weights
 from trainer_core import adapter, adapter_files, model, naming, precision
 from trainer_core.config import AdapterConfig
+from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import Started, Warning
 from trainer_core.sources import SourceError
 
@@ -292,6 +293,18 @@ def test_whatever_wraps_the_transformer_is_taken_off(wrappers: list[Callable[[nn
     assert set(adapter.tensors(adapter.unwrap(module))) == expected
 
 
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "LoKr"])
+def test_blocks_that_are_compiled_one_by_one_keep_their_names(kind: str) -> None:
+    """E6."""
+    loaded = adapted(kind)
+    expected = adapter.tensors(loaded.transformer), adapter.dora_scales(loaded.transformer)
+    for index, block in enumerate(loaded.transformer.layers):
+        loaded.transformer.layers[index] = compiled(block)
+    found = adapter.tensors(loaded.transformer), adapter.dora_scales(loaded.transformer)
+    assert [set(tensors) for tensors in found] == [set(tensors) for tensors in expected]
+    assert {adapter.saved_name(name) for name, _ in adapter.trainable(loaded.transformer)} == set(expected[0])
+
+
 def test_pefts_own_wrapper_is_taken_off_too() -> None:
     loaded = model.load(CHECKPOINT)
     wrapped = get_peft_model(loaded.transformer, adapter.peft_config(config("LoRA"), ["to_q"]))
@@ -301,7 +314,7 @@ def test_pefts_own_wrapper_is_taken_off_too() -> None:
 def modules(targets: tuple[str, ...]) -> list[str]:
     transformer = adapted("LoRA", targets=targets).transformer
     found = {name.partition(".lora_")[0] for name, _ in adapter.trainable(transformer)}
-    return sorted(naming.to_original(f"{name}.").strip(".") for name in found)
+    return sorted(naming.original_module(name) for name in found)
 
 
 @pytest.mark.parametrize(
@@ -406,3 +419,18 @@ def test_half_precision_is_cast_and_counted(tmp_path: Path) -> None:
     folder = changed(tmp_path, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
     assert adapter.load(loaded.transformer, adapter_files.read(folder)) == (64, 64)
     assert {parameter.dtype for _, parameter in adapter.trainable(loaded.transformer)} == {torch.float32}
+
+
+@pytest.mark.parametrize("factor", [-1, 4, 5])
+def test_a_kronecker_factor_up_to_the_root_of_the_smallest_side_is_taken(factor: int) -> None:
+    validate(fixture_settings(adapter={"type": "lokr", "decompose_factor": factor}))
+    adapted("LoKr", decompose_factor=factor)
+
+
+def test_a_kronecker_factor_that_lycoris_would_turn_round_is_refused_at_its_field() -> None:
+    words = "A factor of 8 was given and some of the layers to adapt have a side of 32: give at most 5, its root, or -1"
+    with pytest.raises(ConfigError) as caught:
+        validate(fixture_settings(adapter={"type": "lokr", "decompose_factor": 8}))
+    assert caught.value.fields == {"adapter.decompose_factor": f"{words} for the most even split."}
+    with pytest.raises(SourceError, match=words):
+        adapted("LoKr", decompose_factor=8)

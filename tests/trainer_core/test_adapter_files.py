@@ -21,7 +21,7 @@ from trainer_core.adapter_files import AdapterFile
 from trainer_core.config import AdapterConfig
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import Phase
-from trainer_core.formats import FORMATS, PRECISIONS, FormatName, Precision, refusal
+from trainer_core.formats import FORMATS, PRECISIONS, FormatName, Precision, refusal, tensor_name
 from trainer_core.sources import SourceError
 
 Tensors = dict[str, Tensor]
@@ -44,7 +44,7 @@ def test_what_is_exported_can_be_started_from(
     kind: str, name: FormatName, precision: Precision, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """There and back through every format: the trained change, and rank, alpha and targets where the file has them."""
-    checkpoint, expected = checkpoints[kind]
+    checkpoint, expected, _ = checkpoints[kind]
     file = tmp_path / "a.safetensors"
     exports.export(checkpoint, name, precision, file)
     if name == "peft":
@@ -56,7 +56,7 @@ def test_what_is_exported_can_be_started_from(
     if name == "comfyui":  # whose alpha is not always PEFT's: it is the rank for LoKr, and holds the root for rsLoRA
         for settings in (found.settings, original):
             settings.pop("rank_stabilized", None)
-            if original["type"] == "lokr" or kind == "rank-stabilised LoRA":
+            if original["type"] == "lokr" or "rank-stabilised" in kind:
                 settings.pop("alpha")
     assert found.settings == original
 
@@ -82,13 +82,15 @@ def test_ai_toolkits_file_plays_at_strength_1(tmp_path: Path) -> None:
     tensors = lora()
     found = as_file(tmp_path, {f"diffusion_model.decoder.{name}": tensor for name, tensor in tensors.items()})
     assert found.layout == "ai-toolkit"
-    assert found.settings == {
+    expected = {
         "type": "lora",
         "rank": 4,
         "alpha": 4,
         "rank_stabilized": False,
-        "targets": ("self_attention", "cross_attention"),
+        "targets": tuple(sorted(found.modules)),
     }
+    assert found.settings == expected
+    assert len(found.modules) == 32
     assert str(found) == (
         "LoRA of rank 4, alpha 4, on 32 modules (self_attention, cross_attention), in the format of ai-toolkit"
     )
@@ -194,6 +196,13 @@ UP = f"base_model.model.{Q}.lora_up.weight"
         (lambda t: t | {f"base_model.model.{Q}.alpha": torch.ones(2)}, "alpha is not one number (F32, [2])"),
         (lambda t: t | {f"base_model.model.{Q}.alpha": torch.tensor(torch.nan)}, "alpha is nan"),
         (lambda t: t | {f"base_model.model.{Q}.lora_B.weight": torch.ones(64, 4)}, f"holds {Q} lora_B.weight twice"),
+        (lambda t: t | {"base_model.model.layers.9.x.alpha": torch.ones(1)}, "1 of the 97 tensors in"),
+        (lambda t: t | {UP: t[UP].int()}, "holds tensors that are no weights: " + UP + " (I32)"),
+        (lambda t: {n: x * (0 if n.endswith("alpha") else 1) for n, x in t.items()}, "has alphas of 0"),
+        (lambda t: t | {f"base_model.model.{Q}.dora_scale": torch.ones(1, 64)}, "in 32 of its 32 modules"),
+        (lambda t: t | {f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(64)}, "1 of the 97 tensors in"),
+        (lambda t: {n.replace(".0.", "." + "9" * 5000 + "."): x for n, x in t.items()}, "of the 96 tensors in"),
+        (lambda t: t | {UP.replace("layers", "LAYERS é"): torch.ones(1)}, "1 of the 97 tensors in"),
     ],
 )
 def test_what_is_not_a_whole_adapter_is_refused_with_counts(
@@ -203,6 +212,144 @@ def test_what_is_not_a_whole_adapter_is_refused_with_counts(
     with pytest.raises(SourceError) as caught:
         adapter_files.read(changed(tmp_path, change))
     assert words in str(caught.value)
+
+
+def dora(scales: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    """A change that makes all modules DoRA's, their magnitudes made of the upper matrices."""
+    return lambda t: t | {n.replace("lora_up.weight", "dora_scale"): scales(x) for n, x in t.items() if "up" in n}
+
+
+def test_a_dora_of_comfyui_plays_as_there_and_one_for_each_input_is_refused(tmp_path: Path) -> None:
+    """LyCORIS can norm columns, which PEFT can't: on square layers the shapes alone would fit."""
+    file = changed(tmp_path, dora(lambda up: torch.rand(len(up), 1) + 0.5))
+    assert difference(loaded(adapter_files.read(file)), programs.comfyui(file)) <= 1e-5
+    with pytest.raises(SourceError, match="in 32 of its 32 modules some tensors are missing, of odd shapes"):
+        adapter_files.read(changed(tmp_path, dora(lambda up: torch.ones(1, len(up)))))
+
+
+def test_the_same_magnitudes_under_lycoris_names_are_refused(tmp_path: Path) -> None:
+    """Its own rule and ComfyUI's differ, and the file does not say which it was made for."""
+    flat = {
+        f"lycoris_{name.removeprefix('base_model.model.').partition('.l')[0].replace('.', '_')}.{part}": tensor
+        for name, tensor in comfyui(lambda number: None).items()
+        for part in [name.partition("_proj.")[2]]
+    }
+    flat = {name.replace("_lora_down_weight", ""): tensor for name, tensor in flat.items()}
+    found = as_file(tmp_path, flat)
+    assert (found.layout, found.kind) == ("lycoris", "lora")
+    with pytest.raises(SourceError, match="1 of the 65 tensors in"):
+        as_file(tmp_path, flat | {"lycoris_layers_0_self_attn_q_proj.dora_scale": torch.ones(64, 1)})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, 4),
+        ({"r": 4, "lora_alpha": 16}, 16),
+        ({"r": 4}, 8),
+        ({"r": 4, "lora_alpha": 16, "use_rslora": True}, 16),
+    ],
+)
+def test_a_file_of_diffusers_plays_as_the_pipeline_plays_it(
+    options: dict[str, Any] | None, expected: int, tmp_path: Path
+) -> None:
+    """PEFT's own defaults where its options are there but silent; strength 1 where there are none."""
+    tensors = {tensor_name("diffusers", *split(name)): tensor for name, tensor in lora().items()}
+    described = {f"transformer.{key}": value for key, value in (options or {}).items()}
+    if options:
+        described["transformer.target_modules"] = sorted(
+            {name.split(".", 1)[1].rpartition(".lora_")[0] for name in tensors}
+        )
+    found = as_file(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(described)} if options else None)
+    assert found.settings["alpha"] == expected
+    programs.tiny_pipeline(tmp_path / "pipeline")
+    pipeline = programs.load_pipeline(tmp_path / "pipeline")
+    pipeline.load_lora_weights(str(tmp_path / "a.safetensors"))
+    assert difference(loaded(found), programs.merged(pipeline.transformer)) <= 1e-6
+
+
+def split(name: str) -> tuple[str, str]:
+    module, _, part = name.rpartition(".lora_")
+    return module, f"lora_{part}"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"transformer.r": 8}, "speaks of another (r 8, use_dora False)"),
+        ({"r": 4, "lora_alpha": 4}, "speaks of another (r 8, use_dora False)"),
+        ({"transformer.r": 4, "transformer.use_dora": True}, "speaks of another (r 4, use_dora True)"),
+        ({"transformer.r": 4, "transformer.rank_pattern": {"to_q": 2}}, "with rank_pattern, which Descant does not"),
+        ({"transformer.r": 4, "transformer.lora_alpha": "x"}, "lora_alpha is 'x', not a number"),
+    ],
+)
+def test_what_the_pipeline_would_not_play_so_is_refused(metadata: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tensors = {tensor_name("diffusers", *split(name)): tensor for name, tensor in lora().items()}
+    with pytest.raises(SourceError) as caught:
+        as_file(tmp_path, tensors, {"lora_adapter_metadata": json.dumps(metadata)})
+    assert words in str(caught.value)
+    with pytest.raises(SourceError, match="32 of the 96 tensors in"):
+        as_file(tmp_path, tensors | {f"{name.rpartition('.lora_')[0]}.alpha": torch.ones(1) for name in tensors})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"r": 8}, "r is 8, the tensors beside it have rank 4"),
+        ({"r": 0}, "r is 0, the tensors beside it have rank 4"),
+        ({"r": 4.5}, "r is 4.5, the tensors beside it have rank 4"),
+        ({"lora_alpha": 1e400}, "lora_alpha is inf, not a number"),
+        ({"lora_alpha": 10**400}, "not a number that makes sense"),
+        ({"lora_alpha": 0}, "has alphas of 0"),
+        ({"use_dora": True}, "describes a dora adapter, the tensors beside it are those of a lora"),
+        ({"peft_type": "LOKR"}, "describes a lokr adapter, the tensors beside it are those of a lora"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURE / "adapter", tmp_path / "odd"))
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(described | change))
+    with pytest.raises(SourceError) as caught:
+        adapter_files.read(folder)
+    assert words in str(caught.value)
+
+
+def crafted(tmp_path: Path, tensors: dict[str, Any], length: int = 8) -> Path:
+    """A file with this header, and `length` bytes behind it."""
+    text = json.dumps(tensors).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
+    return tmp_path / "a.safetensors"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [10**28, 8], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [10**400], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
+        {"dtype": "F32", "shape": [1] * 9 + [2], "data_offsets": [0, 8]},
+        {"dtype": "F3", "shape": [2], "data_offsets": [0, 8]},
+        {"dtype": [1], "shape": [2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2]},
+        "x",
+    ],
+)
+def test_a_header_that_lies_is_refused(entry: Any, tmp_path: Path) -> None:
+    """Before anything is made of its numbers."""
+    with pytest.raises(SourceError, match="can't be read as safetensors"):
+        adapter_files.read(crafted(tmp_path, {"lycoris_layers_0_self_attn_q_proj.lokr_w2": entry}))
+
+
+def test_a_header_without_end_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes((5 << 20).to_bytes(8, "little") + b"{" + b" " * (5 << 20))
+    with pytest.raises(SourceError, match="can't be read as safetensors"):
+        adapter_files.read(file)
 
 
 def test_a_file_that_is_cut_off_or_none_is_refused(tmp_path: Path) -> None:
@@ -224,7 +371,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path) -> None:
 
     for name in ("adapter_model.bin", "lora.pt", "lora.ckpt"):
         torch.save({"lora": Trap()}, tmp_path / name)
-        with pytest.raises(SourceError, match=r"not a .safetensors file. Pickled weights are not read"):
+        with pytest.raises(SourceError, match=r"not a \.safetensors file\. Pickled weights"):
             adapter_files.read(tmp_path / name)
     with pytest.raises(SourceError, match=r"nor any \.safetensors file"):
         adapter_files.read(tmp_path)
@@ -254,7 +401,7 @@ def problems(**changes: Any) -> dict[str, str]:
 
 def test_what_a_config_leaves_out_is_read_from_the_adapter(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Its kind, rank, alpha and targets; what is given stays, and has to be the same."""
-    settings = fixture_settings(start_from=str(checkpoints["LoKr"][0])) | {"adapter": {"dropout": 0.1}}
+    settings = fixture_settings(start_from=str(checkpoints["LoKr"].checkpoint)) | {"adapter": {"dropout": 0.1}}
     config = validate(settings)
     assert config.adapter == AdapterConfig(
         type="lokr",
@@ -270,23 +417,48 @@ def test_what_a_config_leaves_out_is_read_from_the_adapter(checkpoints: Checkpoi
 
 
 def test_an_adapter_of_another_model_is_refused_with_counts_before_the_start(tmp_path: Path) -> None:
-    """The demo's layers are wider; and a model of more layers than the adapter has is matched in part only."""
+    """The demo's layers are wider; and targets that mean more layers than the adapter has find it in part only."""
     found = problems(model={"source": "demo"}, dataset={"source": "demo"}, start_from=str(FIXTURE / "adapter"))
     assert (
         "0 of 32 match, 32 of another shape (layers.0.cross_attn.k_proj is [32, 64], should be" in found["start_from"]
     )
     file = changed(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if "layers.3." not in name})
-    found = problems(**fixture_settings(start_from=str(file)) | {"adapter": {}})
+    asked = {"adapter": {"targets": ["self_attention", "cross_attention"]}}
+    found = problems(**fixture_settings(start_from=str(file)) | asked)
     assert "24 of 32 match, 8 missing (layers.3.cross_attn.k_proj" in found["start_from"]
 
 
-def test_modules_of_some_blocks_are_targets_by_their_names(tmp_path: Path) -> None:
-    file = changed(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if "layers.1." not in name})
-    targets = adapter_files.read(file).settings["targets"]
-    assert len(targets) == 24
-    assert {target.split(".")[1] for target in targets} == {"0", "2", "3"}
+@pytest.mark.parametrize("left_out", ["layers.1.", "layers.3."])
+def test_modules_of_some_blocks_are_targets_by_their_names(left_out: str, tmp_path: Path) -> None:
+    """Those of the first blocks too: only the model tells that it has more."""
+    file = changed(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if left_out not in name})
     config = validate(fixture_settings(start_from=str(file)) | {"adapter": {}})
-    assert config.adapter.targets == targets
+    assert len(config.adapter.targets) == 24
+    assert not any(left_out in target for target in config.adapter.targets)
+    base = model.load(str(FIXTURE / "checkpoint"))
+    assert adapter.inject(base.transformer, config.adapter) == 24
+    assert adapter.load(base.transformer, adapter_files.read(file)) == (48, 0)
+
+
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    found = problems(**fixture_settings(start_from="/no/such", training={"learning_rate": -1}))
+    assert set(found) == {"start_from", "training.learning_rate"}
+    tensors = {
+        name: tensor.repeat(300, 1) if "lora_A" in name else tensor.repeat(1, 300) for name, tensor in lora().items()
+    }
+    as_file(tmp_path, {f"diffusion_model.decoder.{name}": tensor for name, tensor in tensors.items()})
+    found = problems(**fixture_settings(start_from=str(tmp_path / "a.safetensors")) | {"adapter": {}})
+    assert (
+        "adapter.rank of the adapter. 1200 was given; this takes a whole number from 1 to 1,024" in found["start_from"]
+    )
+
+
+def test_a_strength_beyond_numbers_is_refused(tmp_path: Path) -> None:
+    file = changed(
+        tmp_path, lambda t: {n: torch.tensor(1e60, dtype=torch.float64) if "alpha" in n else x for n, x in t.items()}
+    )
+    with pytest.raises(SourceError, match="is too strong: 32 tensors overflow"):
+        loaded(adapter_files.read(file))
 
 
 @pytest.mark.parametrize("layout", ["peft", "diffusers", "comfyui", "lycoris", "ai-toolkit"])
@@ -295,11 +467,11 @@ def test_a_run_starts_from_an_adapter_of_every_format(layout: str, checkpoints: 
     file = tmp_path / "a.safetensors"
     kind = "LoKr" if layout == "lycoris" else "LoRA"
     if layout == "peft":
-        file = checkpoints[kind][0]
+        file = checkpoints[kind].checkpoint
     elif layout == "ai-toolkit":
         save_file({f"diffusion_model.decoder.{name}": tensor for name, tensor in lora().items()}, file)
     else:
-        exports.export(checkpoints[kind][0], "diffusers" if layout == "diffusers" else "comfyui", "fp32", file)
+        exports.export(checkpoints[kind].checkpoint, "diffusers" if layout == "diffusers" else "comfyui", "fp32", file)
     settings = fixture_settings(
         start_from=str(file), training={"learning_rate": 1e-12, "epochs": 1, "warmup_steps": 0}
     ) | {"adapter": {}}
@@ -308,7 +480,7 @@ def test_a_run_starts_from_an_adapter_of_every_format(layout: str, checkpoints: 
     assert finished.reason == "completed"
     message = of_kind(events, Phase)[2].message
     count = len(load_file(run.checkpoints / "step-000003" / "adapter_model.safetensors"))
-    assert f"Warm start with the weights of {file}: {count} of {count} tensors matched." in message
+    assert f"Starting from {file}: {count} of {count} tensors matched, 0 of them cast to fp32." in message
     if layout != "ai-toolkit":
         begun, asked = (loaded(adapter_files.read(place)) for place in (run.checkpoints / "step-000003", file))
         assert difference(begun, asked) <= 1e-5

@@ -16,10 +16,10 @@ from trainer_core.sources import DEMO_MODEL, SourceError
 CHECKPOINT = FIXTURE / "checkpoint"
 
 
-def output(loaded: model.LoadedModel) -> Tensor:
+def output(loaded: model.LoadedModel, gradients: bool = False) -> Tensor:
     """The transformer's output for the reference's inputs."""
     reference = load_file(FIXTURE / "reference.safetensors")
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         prediction: Tensor = loaded.transformer(
             hidden_states=reference["hidden_states"],
             timestep=reference["timestep"],

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
-from tests.conftest import FIXTURE
+from tests.conftest import FIXTURE, make_run
 from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights
 from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
 from trainer_core import train as training_loop
 from trainer_core.config import TrainingConfig
-from trainer_core.events import Epoch, Event, Skipped, Started, Step, Validation, Warning
+from trainer_core.events import Checkpoint, Epoch, Event, Skipped, Started, Step, Validation, Warning
 from trainer_core.optim import FINAL_FACTOR
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError
-from trainer_core.train import draw_batches, shuffled
+from trainer_core.train import draw_batches, shuffled, train
 
 
 @pytest.fixture
@@ -351,8 +351,15 @@ def test_weights_that_are_no_longer_finite_are_not_saved(
     monkeypatch.setattr(optim, "make_optimizer", make_optimizer)
     options = {"epochs": 50, "gradient_accumulation": 1, "save_every_epochs": save_every_epochs}
     if save_every_epochs == 2:
+        events: list[Event] = []
+
+        def spoil_and_collect(run: RunDir, event: Event) -> None:
+            events.append(event)
+            spoil(run, event)
+
         with pytest.raises(checkpoint.CheckpointError, match="1 of 64 tensors hold NaN or infinite values"):
-            run_training(tmp_path, spoil, training=options)
+            run_training(tmp_path, spoil_and_collect, training=options)
+        assert not any(isinstance(event, Checkpoint) and event.step > 5 for event in events)
         return
     options["max_consecutive_skips"] = 3  # before the epoch is over
     run, _, finished = run_training(tmp_path, spoil, training=options)
@@ -508,8 +515,9 @@ def test_a_bad_window_leaves_weights_optimizer_and_schedule_bit_identical(
     assert [(s.step, s.epoch) for s in of_kind(events, Skipped)] == [(5, 1)]
     stopped, _, _ = run_training(tmp_path / "stopped", after_event=stop_at(4), training=one_epoch)
     for file in ("adapter_model.safetensors", "state.safetensors"):
-        one, two = ((r.checkpoints / "step-000004" / file).read_bytes() for r in (run, stopped))
-        assert one == two
+        one, two = (load_file(r.checkpoints / "step-000004" / file) for r in (run, stopped))
+        assert set(one) == set(two)
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
 def test_the_held_out_samples_are_never_trained_on_and_always_measured_alike(
@@ -582,3 +590,18 @@ def test_prodigy_at_the_rate_of_another_optimizer_is_said(tmp_path: Path) -> Non
     assert "1 is usual" in of_kind(events, Warning)[0].message
     _, events, _ = run_training(tmp_path, training={"optimizer": "prodigy", "learning_rate": 1})
     assert of_kind(events, Warning) == []
+
+
+def test_a_save_that_lacks_a_tensor_ends_the_run_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E6: loudly, and the page is told of none."""
+    honest = adapter.tensors
+    monkeypatch.setattr(adapter, "tensors", lambda transformer: dict(list(honest(transformer).items())[1:]))
+    run = make_run(tmp_path)
+    events: list[Event] = []
+    with pytest.raises(checkpoint.CheckpointError, match=r"63 tensors were written .*, 64 were trained"):
+        train(run, run.load_config(), events.append)
+    assert len(of_kind(events, Step)) == 6
+    assert of_kind(events, Checkpoint) == []
+    assert run.list_checkpoints() == []

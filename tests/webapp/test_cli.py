@@ -139,6 +139,7 @@ def test_export_writes_what_the_page_offers(checkpoint: Path, tmp_path: Path) ->
         ),
         (["{checkpoint}", "--output", "{checkpoint}/no/such/folder.zip"], "can't be written"),
         (["{checkpoint}", "--format", "midi"], "invalid choice: 'midi'"),
+        (["{checkpoint}", "--output", "x" * 300], "can't be written: File name too long"),
     ],
 )
 def test_what_can_not_be_exported_is_refused_in_words(arguments: list[str], words: str, checkpoint: Path) -> None:

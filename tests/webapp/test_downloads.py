@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -14,8 +13,6 @@ from safetensors.torch import load, load_file, save_file
 from tests.conftest import FIXTURE, Server, make_run, wait_for
 from trainer_core.formats import FORMATS, PRECISIONS
 from trainer_core.run_dir import RunDir
-
-LEFT_BEHIND = Path(tempfile.gettempdir())
 
 
 @pytest.fixture
@@ -31,9 +28,9 @@ def address(run: RunDir, query: str = "") -> str:
     return f"/runs/{run.id}/checkpoints/step-000006/download?{query}"
 
 
-def made() -> list[Path]:
-    """What making downloads has left in the system's folder for such things."""
-    return list(LEFT_BEHIND.glob("descant-*"))
+def made(server: Server) -> list[Path]:
+    """What making downloads has left."""
+    return list(server.temporary.iterdir())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -46,12 +43,12 @@ def test_every_format_comes_in_every_precision_under_a_name_that_says_so(
     expected = f"ete-1-step-000006-{name}-{precision}.{'zip' if name == 'peft' else 'safetensors'}"
     assert answer.headers["content-disposition"] == f'attachment; filename="{expected}"'
     assert int(answer.headers["content-length"]) == len(answer.content)
-    if name != "peft":
+    if name != "peft":  # whose dtypes are looked at in trainer_core/test_exports.py
         tensors = load(answer.content)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
         assert {tensor.dtype for key, tensor in tensors.items() if not key.endswith(".alpha")} == {dtype}
         assert len(tensors) == (96 if name == "comfyui" else 64)
-    wait_for(lambda: not made(), "an empty folder", 5)
+    wait_for(lambda: not made(shared_server), "an empty folder", 5)
 
 
 def test_the_first_format_and_precision_are_meant_where_none_is_named(run: RunDir, shared_server: Server) -> None:
@@ -77,11 +74,11 @@ def test_a_download_that_broke_off_is_resumed_to_the_same_bytes(name: str, run: 
 
     weights = run.checkpoints / "step-000006" / "adapter_model.safetensors"
     save_file({key: tensor + 1 for key, tensor in load_file(weights).items()}, weights)
-    (run.checkpoints / "step-000006" / "new").touch()
+    (run.checkpoints / "step-000006" / "new").touch()  # which changes the folder's time, and so the tag
     again = get(place, headers={"Range": "bytes=1000-", "If-Range": tag})
     assert again.status_code == 200
     assert again.content != whole.content
-    wait_for(lambda: not made(), "an empty folder", 5)
+    wait_for(lambda: not made(shared_server), "an empty folder", 5)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +111,11 @@ def test_a_dora_is_refused_for_diffusers_with_the_reason_on_the_page_too(run: Ru
     save_file(weights | magnitudes, checkpoint / "adapter_model.safetensors")
     answer = shared_server.http.get(address(run, "format=diffusers"))
     assert answer.status_code == 409
-    assert "diffusers drops a DoRA" in answer.text
+    assert "diffusers can&#39;t load a DoRA" in answer.text
     (run.path / "config.json").write_text(json.dumps(run.settings() | {"adapter": {"type": "dora"}}))
     page = shared_server.http.get(f"/runs/{run.id}").text
-    assert "diffusers drops a DoRA" in page
-    assert made() == []
+    assert "diffusers can&#39;t load a DoRA" in page
+    assert made(shared_server) == []
 
 
 def test_a_damaged_checkpoint_is_refused_in_words(run: RunDir, shared_server: Server) -> None:
@@ -127,7 +124,7 @@ def test_a_damaged_checkpoint_is_refused_in_words(run: RunDir, shared_server: Se
     answer = shared_server.http.get(address(run))
     assert answer.status_code == 409
     assert "damaged or something else" in answer.text
-    assert made() == []
+    assert made(shared_server) == []
 
 
 def test_aborted_downloads_leave_no_open_file_and_no_folder(run: RunDir, shared_server: Server) -> None:
@@ -148,12 +145,31 @@ def test_aborted_downloads_leave_no_open_file_and_no_folder(run: RunDir, shared_
             assert int(answer.headers["content-length"]) > 60_000_000
             assert next(answer.iter_raw())
     wait_for(lambda: process.num_fds() <= before + 1, "closed files", 10)  # one may be this client's connection
-    wait_for(lambda: not made(), "an empty folder", 10)
+    wait_for(lambda: not made(shared_server), "an empty folder", 10)
 
 
-def test_the_header_of_a_download_tells_format_and_origin(run: RunDir, shared_server: Server, tmp_path: Path) -> None:
+def test_the_header_of_a_download_tells_rank_and_alpha(run: RunDir, shared_server: Server, tmp_path: Path) -> None:
     answer = shared_server.http.get(address(run, "format=diffusers&precision=fp32"))
     (tmp_path / "a.safetensors").write_bytes(answer.content)
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         options = json.loads(file.metadata()["lora_adapter_metadata"])
     assert (options["transformer.r"], options["transformer.lora_alpha"]) == (4, 8)
+
+
+def test_a_broken_file_beside_the_adapter_leaves_nothing_behind(run: RunDir, shared_server: Server) -> None:
+    checkpoint = run.checkpoints / "step-000006"
+    (checkpoint / "adapter_config.json").write_text("{")
+    answer = shared_server.http.get(address(run))
+    assert answer.status_code == 409
+    assert "is not valid JSON" in answer.text
+    assert made(shared_server) == []
+
+
+def test_without_a_place_for_temporary_files_a_download_is_refused_in_words(run: RunDir, shared_server: Server) -> None:
+    shared_server.temporary.rmdir()
+    try:
+        answer = shared_server.http.get(address(run))
+    finally:
+        shared_server.temporary.mkdir()
+    assert answer.status_code == 507
+    assert "The file could not be made" in answer.text

@@ -1,5 +1,6 @@
 """Adapters given to the form: read from a path or uploaded, and what is none refused without a trace."""
 
+import os
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -22,29 +23,24 @@ AI_TOOLKIT = save(
         for name, tensor in load_file(FIXTURE / "adapter" / "adapter_model.safetensors").items()
     }
 )
-SETTINGS = {
-    "type": "lora",
-    "targets": ["self_attention", "cross_attention"],
-    "alpha": 8,
-    "rank": 4,
-    "rank_stabilized": False,
-}
+SETTINGS = {"type": "lora", "alpha": 8, "rank": 4, "rank_stabilized": False}
 
 
-def zipped(**files: bytes) -> bytes:
+def zipped(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     archive = BytesIO()
-    with zipfile.ZipFile(archive, "w") as opened:
+    with zipfile.ZipFile(archive, "w", compression) as opened:
         for name, content in files.items():
-            opened.writestr(name.replace("__", "/").replace("_dot_", "."), content)
+            opened.writestr(name, content)
     return archive.getvalue()
 
 
-WHOLE_ZIP = zipped(a__adapter_config_dot_json=CONFIG, a__adapter_model_dot_safetensors=WEIGHTS, a__README_dot_md=b"x")
+FOLDER = {"a/adapter_config.json": CONFIG, "a/adapter_model.safetensors": WEIGHTS, "a/README.md": b"x"}
+WHOLE_ZIP = zipped(FOLDER)
+DEFLATED = zipped(FOLDER, zipfile.ZIP_DEFLATED)
 
 
-def upload(server: Server, **files: bytes) -> Any:
-    parts = [("files", (name.replace("_dot_", "."), content)) for name, content in files.items()]
-    return server.http.post("/api/adapters", files=parts)
+def upload(server: Server, files: dict[str, bytes]) -> Any:
+    return server.http.post("/api/adapters", files=[("files", part) for part in files.items()])
 
 
 def kept(server: Server) -> list[str]:
@@ -55,52 +51,53 @@ def kept(server: Server) -> list[str]:
 @pytest.mark.parametrize(
     ("files", "alpha", "stem"),
     [
-        ({"adapter_config_dot_json": CONFIG, "adapter_model_dot_safetensors": WEIGHTS}, 8, "adapter"),
-        ({"Mein Adapter_dot_zip": WHOLE_ZIP}, 8, "mein-adapter"),
-        ({"funk_dot_safetensors": AI_TOOLKIT}, 4, "funk"),
-        ({"../../evil_dot_safetensors": AI_TOOLKIT}, 4, "evil"),
+        ({"adapter_config.json": CONFIG, "adapter_model.safetensors": WEIGHTS}, 8, "adapter"),
+        ({"folder/adapter_config.json": CONFIG, "folder/adapter_model.safetensors": WEIGHTS}, 8, "adapter"),
+        ({"squeezed.zip": DEFLATED}, 8, "squeezed"),
+        ({"Mein Adapter.zip": WHOLE_ZIP}, 8, "mein-adapter"),
+        ({"funk.safetensors": AI_TOOLKIT}, 4, "funk"),
+        ({"../../evil.safetensors": AI_TOOLKIT}, 4, "evil"),
     ],
 )
 def test_an_upload_is_read_kept_once_and_a_run_starts_from_it(
     files: dict[str, bytes], alpha: int, stem: str, shared_server: Server
 ) -> None:
-    answer = upload(shared_server, **files)
+    answer = upload(shared_server, files)
     assert answer.status_code == 200, answer.text
     found = answer.json()
+    assert len(found["adapter"].pop("targets")) == 32
     assert found["adapter"] == SETTINGS | {"alpha": alpha}
     assert found["description"].startswith(f"LoRA of rank 4, alpha {alpha}, on 32 modules")
     path = Path(found["path"])
     (name,) = (name for name in kept(shared_server) if name.startswith(f"{stem}-"))
     assert path.is_relative_to(shared_server.home / "adapters" / name)
-    assert upload(shared_server, **files).json() == found
+    again = upload(shared_server, files).json()
+    assert again["path"] == found["path"]
     assert [other for other in kept(shared_server) if other.startswith(f"{stem}-")] == [name]
     named = shared_server.http.post("/api/adapters", json={"path": found["path"]})
-    assert named.json() == found
+    assert named.json() == again
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a_dot_pt": b"x"}, "a.pt was given; this takes .safetensors files and zips. Pickled weights are not read."),
-        ({"a_dot_safetensors": b"x"}, "adapter.safetensors can't be read as safetensors"),
-        ({"a_dot_safetensors": WEIGHTS}, "no adapter_config.json beside it"),
-        ({"a_dot_safetensors": save({"unet.x": torch.ones(1)})}, "0 of its 1 tensors (unet.x)"),
-        ({"a_dot_zip": b"x"}, "The zip can't be read"),
-        ({"a_dot_zip": zipped(x=b"x")}, "The zip has 0 files named adapter_config.json; it should have one."),
-        ({"a_dot_zip": WHOLE_ZIP[:-200]}, "The zip can't be read"),
-        (
-            {
-                "a_dot_zip": zipped(
-                    a__adapter_config_dot_json=CONFIG,
-                    b__adapter_config_dot_json=CONFIG,
-                    a__adapter_model_dot_safetensors=WEIGHTS,
-                )
-            },
-            "The zip has 2 files named adapter_config.json",
-        ),
-        ({"a_dot_zip": zipped(adapter_config_dot_json=b"[]", adapter_model_dot_safetensors=WEIGHTS)}, "a JSON list"),
-        ({"a_dot_safetensors": AI_TOOLKIT, "b_dot_safetensors": AI_TOOLKIT}, "2 files were given"),
-        ({}, "0 files were given"),
+        ({"a.pt": b"x"}, "a.pt was given; this takes .safetensors files and zips. Pickled weights are not read."),
+        ({"Funk 2.safetensors": b"x"}, "funk-2.safetensors can't be read as safetensors"),
+        ({"adapter_model.safetensors": WEIGHTS}, "Choose one .safetensors file, one zip, or adapter_config.json and"),
+        ({"adapter_config.json": CONFIG}, "adapter_config.json was given. Choose one .safetensors file, one zip, or"),
+        ({"a.safetensors": WEIGHTS}, "no adapter_config.json beside it"),
+        ({"a.safetensors": save({"unet.x": torch.ones(1)})}, "0 of its 1 tensors (unet.x)"),
+        ({"a.zip": b"x"}, "The zip can't be read"),
+        ({"a.zip": zipped({"x": b"x"})}, "it has no files called adapter_config.json."),
+        ({"a.zip": WHOLE_ZIP[:-200]}, "The zip can't be read"),
+        ({"a.zip": DEFLATED[:100] + b"\xff" * 60 + DEFLATED[160:]}, "The zip can't be read"),
+        ({"a.zip": zipped(FOLDER, zipfile.ZIP_BZIP2)}, "compressed in a way that is not read"),
+        ({"a.zip": zipped(FOLDER, zipfile.ZIP_LZMA)}, "compressed in a way that is not read"),
+        ({"a.zip": zipped(FOLDER | {"b/adapter_config.json": CONFIG})}, "it has 2 files called adapter_config.json"),
+        ({"a.zip": zipped(FOLDER | {"a/adapter_config.json": b"[]"})}, "a JSON list"),
+        ({"a.zip": zipped(FOLDER | {"a/adapter_config.json": b" " * (2 << 20)})}, "is larger than 1 MiB"),
+        ({"a.safetensors": AI_TOOLKIT, "b.safetensors": AI_TOOLKIT}, "a.safetensors, b.safetensors was given. Choose"),
+        ({}, "Nothing was given. Choose"),
     ],
 )
 def test_what_is_no_adapter_is_refused_and_nothing_is_kept(
@@ -108,7 +105,7 @@ def test_what_is_no_adapter_is_refused_and_nothing_is_kept(
 ) -> None:
     before = kept(shared_server)
     if files:
-        answer = upload(shared_server, **files)
+        answer = upload(shared_server, files)
     else:
         answer = shared_server.http.post("/api/adapters", files=[("other", ("a", b"x"))])
     assert answer.status_code == 422
@@ -119,19 +116,28 @@ def test_what_is_no_adapter_is_refused_and_nothing_is_kept(
 
 def test_a_zip_writes_nothing_outside_and_expands_no_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H5."""
-    outside = zipped(**{"..____..__adapter_config_dot_json": CONFIG, "__etc__adapter_model_dot_safetensors": WEIGHTS})
+    outside = zipped({"../../../adapter_config.json": CONFIG, "C:\\x\\adapter_model.safetensors": WEIGHTS})
     found = uploads.keep({"a.zip": BytesIO(outside)}, tmp_path / "home")
     assert found.weights.is_relative_to(tmp_path / "home" / "adapters")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
-    monkeypatch.setattr(uploads, "MAX_BYTES", 1 << 20)
-    bomb = BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("adapter_config.json", b" " * (2 << 20))
-        archive.writestr("adapter_model.safetensors", WEIGHTS)
-    with pytest.raises(ValueError, match=r"adapter_config\.json is larger than"):
-        uploads.keep({"a.zip": bomb}, tmp_path / "home")
+    monkeypatch.setitem(uploads.MAX_BYTES, "adapter_model.safetensors", 1 << 20)
+    bomb = zipped(FOLDER | {"a/adapter_model.safetensors": bytes(2 << 20)}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is larger than 1 MiB"):
+        uploads.keep({"a.zip": BytesIO(bomb)}, tmp_path / "home")
     assert len(list((tmp_path / "home" / "adapters").iterdir())) == 1
+
+
+def test_one_that_was_damaged_since_is_kept_anew_and_what_a_killed_server_left_goes(tmp_path: Path) -> None:
+    first = uploads.keep({"a.safetensors": BytesIO(AI_TOOLKIT)}, tmp_path)
+    first.weights.write_bytes(b"")
+    left = tmp_path / "adapters" / ".upload-x"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    again = uploads.keep({"a.safetensors": BytesIO(AI_TOOLKIT)}, tmp_path)
+    assert again.weights == first.weights
+    assert again.weights.read_bytes() == AI_TOOLKIT
+    assert list((tmp_path / "adapters").iterdir()) == [again.weights.parent]
 
 
 @pytest.mark.parametrize(
