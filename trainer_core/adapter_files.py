@@ -24,7 +24,7 @@ from trainer_core.adapter_parts import (
     weight_shape,
 )
 from trainer_core.config import MAX_ALPHA, MAX_RANK
-from trainer_core.formats import Kind, Layout, parse_name, recognise, scale
+from trainer_core.formats import PREFIXES, Kind, Layout, parse_name, recognise, scale, tensor_name
 from trainer_core.headers import Header, read_header
 from trainer_core.naming import targets_of
 from trainer_core.sources import SourceError, plain, read_json, shorten
@@ -105,9 +105,9 @@ def find(source: Path) -> Path:
         for place in (source, source / "adapter"):  # ACE-Step's trainer leaves it in `adapter`
             if all((place / name).is_file() for name in ADAPTER_FILES):
                 return place / ADAPTER_FILES[1]
-        lacking = next((name for name in ADAPTER_FILES if not (source / name).is_file()), "")
-        if any((source / name).is_file() for name in ADAPTER_FILES):
-            raise SourceError(f"{source} is not the whole folder of an adapter: it has no {lacking}.")
+        missing = [name for name in ADAPTER_FILES if not (source / name).is_file()]
+        if len(missing) == 1:
+            raise SourceError(f"{source} is not the whole folder of an adapter: it has no {missing[0]}.")
         found = sorted(source.glob("*.safetensors"))
     except OSError as error:
         raise SourceError(f"{plain(str(source), 200)} can't be looked at: {error.strerror}.") from error
@@ -152,7 +152,9 @@ def read(source: Path) -> AdapterFile:
         else:
             names[name] = parsed
             modules[module][part] = tensor.shape
-    unknown += [f"{module}.alpha" for module in alphas if module not in modules or layout == "diffusers"]
+    unknown += [
+        tensor_name(layout, module, "alpha") for module in alphas if module not in modules or layout == "diffusers"
+    ]
     if unknown:
         raise SourceError(
             f"{len(unknown)} of the {len(header.tensors)} tensors in {weights} belong to nothing that Descant trains: "
@@ -219,12 +221,10 @@ def _peft_settings(weights: Path, kind: Kind, rank: int | None) -> dict[str, Any
         raise SourceError(
             f"{weights.parent} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train."
         )
-    settings = {
-        "rank": _number(described, found, "r"),
-        "alpha": _number(described, found, "alpha" if kind == "lokr" else "lora_alpha"),
-    }
-    if settings["rank"] < 1 or rank not in (None, settings["rank"]):
-        raise SourceError(f"{described}: r is {found['r']}, the tensors beside it have rank {rank}.")
+    r = _number(described, found, "r")
+    if r < 1 or r != int(r) or rank not in (None, r):
+        raise SourceError(f"{described}: r is {r}, the tensors beside it have rank {rank or 'of no matter'}.")
+    settings = {"rank": int(r), "alpha": _number(described, found, "alpha" if kind == "lokr" else "lora_alpha")}
     if kind == "lokr":
         return settings | {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
     return settings | {"rank_stabilized": bool(found.get("use_rslora"))}
@@ -237,7 +237,7 @@ def _diffusers_settings(weights: Path, header: Header, kind: Kind, rank: int | N
         raise SourceError(f"{weights} is a LoKr with diffusers' names, which AceStepPipeline does not load either.")
     if text is None:
         return {"alpha": rank}
-    prefix = "transformer."
+    prefix = PREFIXES["diffusers"]
     options = {"r": 8, "lora_alpha": 8} | {
         key.removeprefix(prefix): value for key, value in _json_object(text).items() if key.startswith(prefix)
     }

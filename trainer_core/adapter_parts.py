@@ -9,6 +9,8 @@ from trainer_core.sources import SourceError, shorten
 Parts = Mapping[str, list[int]]
 """The shape of each part of one layer."""
 
+MAX_SIDE = 1 << 20
+"""Of a matrix: no layer comes near it."""
 # (left, right) of the products among them.
 PRODUCTS = (("lora_B.weight", "lora_A.weight"), ("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b"))
 WHOLE = {"lokr_w1", "lokr_w2"}
@@ -86,14 +88,14 @@ def check_kronecker_factor(factor: int, sides: Iterable[int]) -> None:
 
 def _even_split(size: int) -> int:
     """The smaller of the two factors of `size` that are closest to each other, which -1 stands for."""
-    return max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
+    return next(divisor for divisor in range(math.isqrt(size), 0, -1) if size % divisor == 0)
 
 
 def _fit_together(parts: Parts) -> bool:
     """Whether all are matrices, but for a DoRA's magnitudes, none is empty, and products can be multiplied."""
     return (
         all(len(shape) == 2 for part, shape in parts.items() if part != MAGNITUDE)
-        and all(map(all, parts.values()))
+        and all(0 < size <= MAX_SIDE for shape in parts.values() for size in shape)
         and all(parts[left][1] == parts[right][0] for left, right in PRODUCTS if left in parts)
         # One for each output. LyCORIS can also have one for each input, [1, in], which PEFT does not know.
         and (MAGNITUDE not in parts or parts[MAGNITUDE] in (parts["lora_B.weight"][:1], [parts["lora_B.weight"][0], 1]))

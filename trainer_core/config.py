@@ -295,7 +295,7 @@ class RunConfig(Section):
     )
     model: ModelConfig = ModelConfig()
     dataset: DatasetConfig = DatasetConfig()
-    start_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
+    start_from: Annotated[str, AfterValidator(sources.absolute_path)] = Field(
         "",
         title="Start from",
         description="Empty, or an adapter whose weights to begin with: a folder or file of Descant, ACE-Step, PEFT, "
@@ -303,7 +303,7 @@ class RunConfig(Section):
         "files. Type, rank, alpha and targets are read from it; the steps count from 1.",
         json_schema_extra={"section": "Origin", "kind": "adapter"},
     )
-    resume_from: Annotated[str, AfterValidator(sources.absolute_if_given)] = Field(
+    resume_from: Annotated[str, AfterValidator(sources.absolute_path)] = Field(
         "",
         title="Resume from",
         description="Empty, or the folder of a checkpoint of Descant to continue as if it had never stopped, with the "

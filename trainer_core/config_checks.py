@@ -42,16 +42,24 @@ def validate(data: dict[str, Any]) -> RunConfig:
         start = _adapter_to_start_from(data)
     except ValueError as error:
         problems["start_from"] = str(error)
-    read = {} if start is None else {key: value for key, value in start.settings.items() if key not in _adapter(data)}
+    given = data.get("adapter", {})
+    read = {}
+    if start and isinstance(given, dict):
+        read = {key: value for key, value in start.settings.items() if key not in given}
     try:
-        config = RunConfig.model_validate(data | {"adapter": read | _adapter(data)} if read else data)
+        config = RunConfig.model_validate(data | {"adapter": read | given} if read else data)
     except ValidationError as error:
         problems |= _problems(error)
-        for name in problems.keys() & {f"adapter.{key}" for key in read}:
-            problems["start_from"] = f"Descant does not train it: {name} of the adapter. {problems.pop(name)}"
+        unfit = [
+            f"{name} of the adapter. {problems.pop(name)}"
+            for name in [f"adapter.{key}" for key in read]
+            if name in problems
+        ]
+        if unfit:
+            problems["start_from"] = f"Descant does not train it: {' '.join(unfit)}"
     for section, check in (("model", sources.check_model), ("dataset", sources.check_dataset)):
-        given = data.get(section)
-        source = given.get("source", sources.DEMO) if isinstance(given, dict) else sources.DEMO
+        asked = data.get(section)
+        source = asked.get("source", sources.DEMO) if isinstance(asked, dict) else sources.DEMO
         if isinstance(source, str) and not any(name in problems for name in (section, f"{section}.source")):
             try:
                 check(RunConfig.model_fields[section].annotation(source=source).source)  # type: ignore[misc]
@@ -67,18 +75,12 @@ def validate(data: dict[str, Any]) -> RunConfig:
     return config
 
 
-def _adapter(data: dict[str, Any]) -> dict[str, Any]:
-    """What `data` says of the adapter."""
-    given = data.get("adapter", {})
-    return given if isinstance(given, dict) else {}
-
-
 def _adapter_to_start_from(data: dict[str, Any]) -> AdapterFile | None:
     """The adapter that `data` names, if it does. Raises ValueError for what is none."""
     source = data.get("start_from")
     if not isinstance(source, str) or not source.strip():
         return None
-    return adapter_files.read(Path(sources.absolute_folder(source.strip())))
+    return adapter_files.read(Path(sources.absolute_path(source.strip())))
 
 
 def _with_short_targets(config: RunConfig, start: AdapterFile, weights: dict[str, list[int]]) -> RunConfig:
@@ -96,7 +98,7 @@ def _contradictions(
     """What is wrong with fields that are each right by themselves, with the origin, and with the model's `weights`."""
     problems = origin.check(config, start)
     if weights and start:
-        problems |= _misfit(config, start, weights)
+        problems |= _misfit(config, start, weights) or _wrong_targets(config, weights)
     elif weights and not config.start_from:
         problems |= _wrong_targets(config, weights)
     package = OPTIONAL_PACKAGES.get(config.training.optimizer)

@@ -1,4 +1,4 @@
-"""Training samples from preprocessed tensors (formats.md, section 2), every one checked before training starts."""
+"""Training samples from preprocessed tensors as ACE-Step writes them, every one checked before training starts."""
 
 import re
 from dataclasses import dataclass

@@ -27,7 +27,18 @@ from safetensors import SafetensorError, safe_open
 from trainer_core import adapter_files
 from trainer_core.adapter_files import ADAPTER_FILES, DORA_SCALES, AdapterFile
 from trainer_core.adapter_parts import strength_part
-from trainer_core.formats import FORMATS, MAGNITUDE, FormatName, Layout, Precision, refusal, scale, tensor_name
+from trainer_core.config import MAX_ALPHA
+from trainer_core.formats import (
+    FORMATS,
+    MAGNITUDE,
+    PREFIXES,
+    FormatName,
+    Layout,
+    Precision,
+    refusal,
+    scale,
+    tensor_name,
+)
 from trainer_core.headers import read_shapes
 from trainer_core.naming import diffusers_module
 from trainer_core.run_dir import slug
@@ -55,21 +66,23 @@ def export(checkpoint: Path, name: FormatName, precision: Precision, target: Pat
     """
     adapter = adapter_files.read(checkpoint)
     if adapter.layout != "peft" or adapter.gains:
-        raise SourceError(f"{checkpoint} is no checkpoint of Descant, nor a PEFT folder with an alpha from 1 to 4,096.")
+        raise SourceError(
+            f"{checkpoint} is no checkpoint of Descant, nor a PEFT folder with a whole alpha from 1 to {MAX_ALPHA:,}."
+        )
     if reason := refusal(name, adapter.kind):
         raise SourceError(reason)
     layout: Layout = "lycoris" if name == "comfyui" and adapter.kind == "lokr" else name
     shapes = {(module, part): shape for module, parts in adapter.modules.items() for part, shape in parts.items()}
     if name == "comfyui":
         shapes |= {(module, "alpha"): [] for module in adapter.modules}
-        shapes |= {key: [*shape, 1] for key, shape in shapes.items() if key[1] == MAGNITUDE}
+        shapes |= {key: [shape[0], 1] for key, shape in shapes.items() if key[1] == MAGNITUDE}
     with tempfile.TemporaryDirectory(prefix=".descant-", dir=target.parent) as folder:
         weights, whole = Path(folder) / "weights", Path(folder) / "whole"
         try:
             with safe_open(adapter.weights, framework="numpy") as file:
                 metadata = dict(file.metadata() or {}) | _metadata(adapter, layout)
                 _write(weights, layout, shapes, metadata, precision, _reader(adapter, name, file))
-        except (SafetensorError, KeyError, TypeError) as error:
+        except SafetensorError as error:
             raise SourceError(f"{checkpoint} can't be read: {error}.") from error
         if name == "peft":
             _zip(whole, target.stem, adapter, weights, metadata)
@@ -97,7 +110,7 @@ def _metadata(adapter: AdapterFile, layout: Layout) -> dict[str, str]:
             "use_rslora": settings["rank_stabilized"],
             "target_modules": [diffusers_module(module) for module in sorted(adapter.modules)],
         }
-        return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in options.items()})}
+        return {"lora_adapter_metadata": json.dumps({PREFIXES[layout] + key: value for key, value in options.items()})}
     return {}
 
 
@@ -113,7 +126,10 @@ def _reader(adapter: AdapterFile, name: FormatName, file: Any) -> Callable[[str,
             return numpy.array(alpha, numpy.float32)
         if part == MAGNITUDE and scales:
             return scales[module][:, None]
-        tensor: Array = file.get_tensor(keys[module, part]).astype(numpy.float32)
+        try:
+            tensor: Array = file.get_tensor(keys[module, part]).astype(numpy.float32)
+        except TypeError as error:  # an 8-bit float
+            raise SourceError(f"{adapter.weights} can't be read: numpy does not know a type in it.") from error
         if name == "comfyui" and adapter.kind == "lokr" and part == strength_part(adapter.modules[module]):
             tensor *= numpy.float32(strength)
         return tensor
@@ -158,11 +174,14 @@ def _write(
     with target.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
+            tensor = read(*key)
+            if not numpy.isfinite(tensor).all():
+                raise SourceError(f"{tensor_name(layout, *key)} holds NaN or infinite values.")
             with numpy.errstate(over="ignore"):
-                tensor = read(*key).astype(dtypes[key][1])
-            if not numpy.isfinite(tensor.astype(numpy.float32)).all():
+                cast = tensor.astype(dtypes[key][1])
+            if not numpy.isfinite(cast.astype(numpy.float32)).all():
                 raise SourceError(f"{precision} can't hold the values of {tensor_name(layout, *key)}. Choose bf16.")
-            file.write(tensor.tobytes())
+            file.write(cast.tobytes())
     assert target.stat().st_size == 8 + len(text) + end
 
 
@@ -179,16 +198,17 @@ def _zip(target: Path, folder: str, adapter: AdapterFile, weights: Path, metadat
             with archive.open(entry, "w", force_zip64=True) as file:
                 shutil.copyfileobj(content, file, 1 << 20)
 
-        add("HOW-TO-LOAD.txt", BytesIO(how_to_load(adapter, metadata, folder).encode()))
+        add("HOW-TO-LOAD.txt", BytesIO(_how_to_load(adapter, metadata, folder).encode()))
         add(ADAPTER_FILES[0], BytesIO(json.dumps(config, indent=2, sort_keys=True).encode()))
         with weights.open("rb") as content:
             add(ADAPTER_FILES[1], content)
 
 
-def how_to_load(adapter: AdapterFile, metadata: dict[str, str], folder: str) -> str:
+def _how_to_load(adapter: AdapterFile, metadata: dict[str, str], folder: str) -> str:
     """The text that goes with a PEFT folder."""
     trained_on = " ".join(filter(None, (metadata.get("base_model"), metadata.get("variant"))))
-    return f"""{metadata.get("name", folder)}: {adapter}, made with Descant.
+    made = ", made with Descant" if "descant_version" in metadata else ""
+    return f"""{metadata.get("name", folder)}: {adapter}{made}.
 It goes with the ACE-Step 1.5 model that it was trained on{trained_on and f", {trained_on}"}.
 
 In ACE-Step: unpack the zip, and on the page, under LoRA, give the path of the folder {folder}.

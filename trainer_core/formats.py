@@ -69,7 +69,7 @@ PREFIXES: dict[Layout, str] = {
     "comfyui": "base_model.model.",
     "peft": "base_model.model.",
 }
-# What ComfyUI calls the parts of a LoRA or DoRA; a LoKr's are called the same everywhere.
+# What ComfyUI and LyCORIS call the parts of a LoRA or DoRA; a LoKr's are called the same everywhere.
 COMFYUI_PARTS = {
     "lora_A.weight": "lora_down.weight",
     "lora_B.weight": "lora_up.weight",
@@ -99,7 +99,7 @@ def tensor_name(layout: Layout, module: str, part: str) -> str:
         module = module.replace(".", "_")
     elif layout == "diffusers":
         module = diffusers_module(module)
-    elif layout == "comfyui":
+    if layout in ("comfyui", "lycoris"):
         part = COMFYUI_PARTS.get(part, part)
     return f"{PREFIXES[layout]}{module}.{part}"
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 from trainer_core.sources import SourceError, shorten
 
-# (ACE-Step's name, diffusers' name); everything else is called the same (formats.md, section 1).
+# (ACE-Step's name, diffusers' name); everything else is called the same (diffusers' AceStepTransformer1DModel).
 RENAMED = (
     ("proj_in.1.", "proj_in_conv."),
     ("proj_out.1.", "proj_out_conv."),

@@ -48,23 +48,21 @@ def absolute_model(source: str) -> str:
 
 
 def absolute_folder(source: str) -> str:
-    """`source` with a folder made absolute; `demo` stays."""
-    source = re.sub(r"""^(["'])(.+)\1$""", r"\2", source)  # as a file manager copies a path
+    """`source` made absolute; `demo` stays. Raises ValueError for nothing, and as `absolute_path` does."""
     if not source:
-        raise ValueError("Nothing was given; this takes the path of a folder.")
-    if source == DEMO:
-        return source
+        raise ValueError("Nothing was given; this takes the path of a folder, or demo.")
+    return source if source == DEMO else absolute_path(source)
+
+
+def absolute_path(source: str) -> str:
+    """`source` made absolute, without quotes around it; nothing stays nothing. Raises ValueError for no path."""
+    source = re.sub(r"""^(["'])(.+)\1$""", r"\2", source)  # as a file manager copies a path
     if "\0" in source:
-        raise ValueError("The path holds a NUL character; give the path of a folder.")
+        raise ValueError("The path holds a NUL character; give the path of a file or folder.")
     try:
-        return str(Path(source).expanduser().absolute())
+        return str(Path(source).expanduser().absolute()) if source else source
     except RuntimeError as error:
         raise ValueError(f"{source} names a person this machine does not know; give the whole path.") from error
-
-
-def absolute_if_given(source: str) -> str:
-    """`source` made absolute; nothing stays nothing."""
-    return absolute_folder(source) if source else source
 
 
 def check_model(source: str) -> None:
@@ -108,7 +106,7 @@ def find_model(folder: Path) -> ModelFiles:
 def find_tensors(folder: Path) -> tuple[Path, ...]:
     """The sample files in `folder`, in the manifest's order or by name. Staging files (`*.tmp.pt`) are skipped.
 
-    A manifest's paths may come from another machine: only their file names count (formats.md, section 2).
+    A manifest's paths may come from another machine: only their file names count.
     Raises SourceError naming what is missing.
     """
     names = _listing(folder, "a folder of preprocessed tensors (.pt)")

@@ -81,7 +81,8 @@ def delete(request: Request) -> Response:
 def download(request: Request) -> Response:
     """A checkpoint as a file for another program: `format` and `precision` of the query, or the first of each.
 
-    It is made anew at each request, for a range too: seconds for an adapter of a gigabyte, and nothing to tidy up.
+    It is made anew at each request, for a range too: seconds for an adapter of a gigabyte, and no cache to keep.
+    A server that is killed meanwhile leaves the file in the system's temporary folder.
     """
     # Here, since numpy's memory and start-up time are for those who download.
     from trainer_core import exports

@@ -14,7 +14,7 @@ from trainer_core import adapter_files
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
-from trainer_core.sources import absolute_folder, plain
+from trainer_core.sources import absolute_path, plain
 from webapp import runs
 from webapp.supervisor import RunActive, start_in_background
 from webapp.uploads import keep
@@ -82,9 +82,9 @@ async def adapter(request: Request) -> Response:
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         path = (await json_object(request)).get("path")
-        if not isinstance(path, str):
+        if not isinstance(path, str) or not path.strip():
             raise HTTPException(422, f"path is {path!r}; it takes the path of an adapter's folder or file.")
-        return await run_in_threadpool(_described, lambda: adapter_files.read(Path(absolute_folder(path.strip()))))
+        return await run_in_threadpool(_described, lambda: adapter_files.read(Path(absolute_path(path.strip()))))
     try:
         async with request.form() as form:
             files = {file.filename or "": file.file for file in form.getlist("files") if isinstance(file, UploadFile)}

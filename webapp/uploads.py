@@ -1,5 +1,6 @@
 """Adapters uploaded from elsewhere: checked, then kept in the home folder for runs to start from."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -32,8 +33,9 @@ def keep(files: Mapping[str, IO[bytes]], home: Path) -> AdapterFile:
     folder = home / "adapters"
     folder.mkdir(parents=True, exist_ok=True)
     for abandoned in folder.glob(".upload-*"):
-        if abandoned.stat().st_mtime < time.time() - ABANDONED_SECONDS:
-            shutil.rmtree(abandoned, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another upload that has just ended
+            if abandoned.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                shutil.rmtree(abandoned, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".upload-", dir=folder))
     try:
         stem = _unpack({PATH_SEPARATORS.split(name)[-1]: file for name, file in files.items()}, partial)
@@ -69,7 +71,7 @@ def _unpack(files: Mapping[str, IO[bytes]], folder: Path) -> str:
         for name, file in files.items():
             _copy(file, folder / name)
         return "adapter"
-    if len(files) != 1 or ADAPTER_FILES[0] in files or ADAPTER_FILES[1] in files:
+    if len(files) != 1 or ADAPTER_FILES[0] in files:
         raise SourceError(
             f"{shorten(files) or 'Nothing'} was given. Choose one .safetensors file, one zip, or {ADAPTER_FILES[0]} "
             f"and {ADAPTER_FILES[1]} together."

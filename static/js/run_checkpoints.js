@@ -46,7 +46,7 @@ function makeRow(template, runId, checkpoint, isValidated) {
   const title = `Step ${format.count(checkpoint.step)} · epoch ${format.count(checkpoint.epoch)}`;
   row.dataset.checkpoint = checkpoint.name;
   cell("name").textContent = title;
-  const details = [`${format.bytes(checkpoint.bytes)} in fp32`];
+  const details = [format.bytes(checkpoint.bytes)];
   if (checkpoint.validation_loss !== null) details.push(`validation ${format.loss(checkpoint.validation_loss)}`);
   else if (isValidated) details.push("not validated");
   cell("details").textContent = details.join(" · ");

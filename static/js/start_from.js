@@ -61,8 +61,10 @@ form.addEventListener(
     if (!isUnsettled) return;
     event.preventDefault();
     event.stopImmediatePropagation(); // the form's own handler would count it as sent
-    if (!found.hasAttribute("data-wrong")) show("The upload isn't finished. Press Start training again when it is.", false);
-    else if (!found.textContent.includes("Not started")) found.textContent += " Not started: upload another, or edit the path.";
+    if (found.hasAttribute("data-wrong")) {
+      found.textContent += " Not started: upload another, or press Start training again to go on without it.";
+      isUnsettled = false;
+    } else show("The upload isn't finished. Press Start training again when it is.", false);
     found.scrollIntoView({ block: "center" });
   },
   { capture: true },

@@ -156,7 +156,7 @@ def test_an_upload_fills_the_form_and_hides_what_is_read_from_it(server: Server,
     expect(found).to_contain_text("holds no adapter for ACE-Step 1.5 that Descant knows: 0 of its")
     expect(page.locator("[name=start_from]")).to_have_value(re.compile(r"/adapters/adapter-\w{12}$"))
     page.get_by_role("button", name="Start training").click()  # with another adapter than was meant last
-    expect(found).to_contain_text("Not started: upload another, or edit the path.")
+    expect(found).to_contain_text("Not started: upload another, or press Start training again")
     page.locator("[name=start_from]").fill("")
     page.locator("[name=start_from]").blur()
     expect(found).to_have_text("")

@@ -347,7 +347,7 @@ def test_a_target_that_matches_nothing_is_an_error_with_what_exists(lost: str) -
 
 
 def test_a_lokr_rank_without_effect_is_said_before_training(tmp_path: Path) -> None:
-    """formats.md section 3: with factor -1 and a high rank both matrices are whole."""
+    """With factor -1 and a high rank both matrices are whole."""
     options = {"type": "lokr", "rank": 64, "decompose_factor": -1}
     _, events, _ = run_training(tmp_path, adapter=options)
     (warning,) = of_kind(events, Warning)

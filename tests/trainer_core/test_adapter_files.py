@@ -229,12 +229,7 @@ def test_a_dora_of_comfyui_plays_as_there_and_one_for_each_input_is_refused(tmp_
 
 def test_the_same_magnitudes_under_lycoris_names_are_refused(tmp_path: Path) -> None:
     """Its own rule and ComfyUI's differ, and the file does not say which it was made for."""
-    flat = {
-        f"lycoris_{name.removeprefix('base_model.model.').partition('.l')[0].replace('.', '_')}.{part}": tensor
-        for name, tensor in comfyui(lambda number: None).items()
-        for part in [name.partition("_proj.")[2]]
-    }
-    flat = {name.replace("_lora_down_weight", ""): tensor for name, tensor in flat.items()}
+    flat = {tensor_name("lycoris", *split(name)): tensor for name, tensor in lora().items()}
     found = as_file(tmp_path, flat)
     assert (found.layout, found.kind) == ("lycoris", "lora")
     with pytest.raises(SourceError, match="1 of the 65 tensors in"):
@@ -451,6 +446,21 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     assert (
         "adapter.rank of the adapter. 1200 was given; this takes a whole number from 1 to 1,024" in found["start_from"]
     )
+
+
+@pytest.mark.parametrize("path", ["demo", "'{}'", '"{}"'])
+def test_a_path_may_stand_in_quotes_and_demo_is_none(path: str, tmp_path: Path) -> None:
+    if path == "demo":
+        assert problems(**fixture_settings(start_from=path))["start_from"].startswith("There is no file or folder /")
+    else:
+        validate(fixture_settings(start_from=path.format(FIXTURE / "adapter")))
+
+
+def test_beside_an_adapter_to_start_from_all_else_is_checked_too() -> None:
+    start = fixture_settings(start_from=str(FIXTURE / "adapter"))
+    assert set(problems(**start | {"adapter": "x"})) == {"adapter"}
+    targets = ["self_attention", "cross_attention", "typo"]
+    assert "is called typo" in problems(**start | {"adapter": {"targets": targets}})["adapter.targets"]
 
 
 def test_a_strength_beyond_numbers_is_refused(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def kept(server: Server) -> list[str]:
         ({"adapter_config.json": CONFIG, "adapter_model.safetensors": WEIGHTS}, 8, "adapter"),
         ({"folder/adapter_config.json": CONFIG, "folder/adapter_model.safetensors": WEIGHTS}, 8, "adapter"),
         ({"squeezed.zip": DEFLATED}, 8, "squeezed"),
+        ({"adapter_model.safetensors": AI_TOOLKIT}, 4, "adapter-model"),
         ({"Mein Adapter.zip": WHOLE_ZIP}, 8, "mein-adapter"),
         ({"funk.safetensors": AI_TOOLKIT}, 4, "funk"),
         ({"../../evil.safetensors": AI_TOOLKIT}, 4, "evil"),
@@ -83,7 +84,10 @@ def test_an_upload_is_read_kept_once_and_a_run_starts_from_it(
     [
         ({"a.pt": b"x"}, "a.pt was given; this takes .safetensors files and zips. Pickled weights are not read."),
         ({"Funk 2.safetensors": b"x"}, "funk-2.safetensors can't be read as safetensors"),
-        ({"adapter_model.safetensors": WEIGHTS}, "Choose one .safetensors file, one zip, or adapter_config.json and"),
+        (
+            {"adapter_model.safetensors": WEIGHTS},
+            "adapter-model.safetensors has PEFT's names but no adapter_config.json",
+        ),
         ({"adapter_config.json": CONFIG}, "adapter_config.json was given. Choose one .safetensors file, one zip, or"),
         ({"a.safetensors": WEIGHTS}, "no adapter_config.json beside it"),
         ({"a.safetensors": save({"unet.x": torch.ones(1)})}, "0 of its 1 tensors (unet.x)"),
@@ -144,7 +148,7 @@ def test_one_that_was_damaged_since_is_kept_anew_and_what_a_killed_server_left_g
     ("body", "status", "words"),
     [
         ({"path": "/no/such/file"}, 422, "There is no file or folder /no/such/file."),
-        ({"path": ""}, 422, "Nothing was given"),
+        ({"path": " "}, 422, "it takes the path of an adapter"),
         ({"path": "a\0b"}, 422, "NUL"),
         ({"path": 5}, 422, "it takes the path of an adapter"),
         ({}, 422, "it takes the path of an adapter"),
