@@ -21,10 +21,9 @@ from trainer_core.adapter_parts import (
     find_kind,
     find_kronecker_factor,
     find_rank,
-    weight_shape,
 )
 from trainer_core.config import MAX_ALPHA, MAX_RANK
-from trainer_core.formats import PREFIXES, Kind, Layout, parse_name, recognise, scale, tensor_name
+from trainer_core.formats import MAGNITUDE, PREFIXES, Kind, Layout, parse_name, recognise, scale, tensor_name
 from trainer_core.headers import Header, read_header
 from trainer_core.naming import targets_of
 from trainer_core.sources import SourceError, plain, read_json, shorten
@@ -32,6 +31,9 @@ from trainer_core.sources import SourceError, plain, read_json, shorten
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 DORA_SCALES = "dora_scale.safetensors"
 """A DoRA's magnitudes as ComfyUI takes them, by module; computed while the base model is there."""
+
+MAX_CONFIG_BYTES = 1 << 20
+MIN_STRENGTH = 1e-12
 
 # PEFT's options that change what the same weights mean.
 ODD_OPTIONS = (
@@ -71,9 +73,13 @@ class AdapterFile:
         """What a person calls it: PEFT's folder, or the file."""
         return self.weights.parent if self.layout == "peft" else self.weights
 
-    def weight_shapes(self) -> dict[str, list[int]]:
-        """[out, in] of the linear layers it was made for."""
-        return {module: weight_shape(parts) for module, parts in self.modules.items()}
+    def shapes(self) -> dict[str, list[int]]:
+        """Of its tensors as PEFT has them, by module and part."""
+        return {
+            f"{module}.{part}": shape[:1] if part == MAGNITUDE else shape
+            for module, parts in self.modules.items()
+            for part, shape in parts.items()
+        }
 
     def __str__(self) -> str:
         kind = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}[self.kind]
@@ -186,8 +192,8 @@ def read(source: Path) -> AdapterFile:
     if settings["alpha"] not in range(1, MAX_ALPHA + 1):  # AdapterConfig can't say it: the gains have to
         settings["alpha"] = settings["rank"]
     settings["alpha"] = int(settings["alpha"])
-    if not all(strengths.values()):
-        raise SourceError(f"{weights} has alphas of 0, with which it does nothing.")
+    if min(map(abs, strengths.values())) < MIN_STRENGTH:
+        raise SourceError(f"{weights} has alphas of 0 or next to it, with which it does nothing.")
     gains = {module: strength / scale(settings) for module, strength in strengths.items()}
     return AdapterFile(
         weights,
@@ -207,20 +213,13 @@ def _peft_settings(weights: Path, kind: Kind, rank: int | None) -> dict[str, Any
             f"{weights} has PEFT's names but no {ADAPTER_FILES[0]} beside it, without which its alpha is unknown. Give "
             "the folder that has both."
         )
-    found = read_json(described)
+    found = read_json(described, MAX_CONFIG_BYTES)
     theirs = {"LORA": "dora" if found.get("use_dora") else "lora", "LOKR": "lokr"}.get(str(found.get("peft_type")))
     if theirs is None:
         raise SourceError(f"{weights.parent} holds a {found.get('peft_type')} adapter; this takes LoRA, DoRA and LoKr.")
     if theirs != kind:
         raise SourceError(f"{described} describes a {theirs} adapter, the tensors beside it are those of a {kind}.")
-    odd = [key for key in ODD_OPTIONS if found.get(key)]
-    odd += [
-        key for key in ("init_lora_weights", "init_weights") if found.get(key, True) not in (True, False, "gaussian")
-    ]
-    if odd or found.get("bias", "none") != "none":
-        raise SourceError(
-            f"{weights.parent} holds an adapter with {shorten(odd) or 'biases'}, which Descant does not train."
-        )
+    _check_options(weights.parent, found)
     r = _number(described, found, "r")
     if r < 1 or r != int(r) or rank not in (None, r):
         raise SourceError(f"{described}: r is {r}, the tensors beside it have rank {rank or 'of no matter'}.")
@@ -228,6 +227,17 @@ def _peft_settings(weights: Path, kind: Kind, rank: int | None) -> dict[str, Any
     if kind == "lokr":
         return settings | {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
     return settings | {"rank_stabilized": bool(found.get("use_rslora"))}
+
+
+def _check_options(place: Path, options: Mapping[str, Any]) -> None:
+    """Raise SourceError for PEFT's options with which the same weights mean something that Descant does not train."""
+    odd = [key for key in ODD_OPTIONS if options.get(key)]
+    odd += [
+        key for key in ("init_lora_weights", "init_weights") if options.get(key, True) not in (True, False, "gaussian")
+    ]
+    odd += ["biases"] if options.get("bias", "none") != "none" else []
+    if odd:
+        raise SourceError(f"{place} holds an adapter with {shorten(odd)}, which Descant does not train.")
 
 
 def _diffusers_settings(weights: Path, header: Header, kind: Kind, rank: int | None) -> dict[str, Any]:
@@ -241,8 +251,7 @@ def _diffusers_settings(weights: Path, header: Header, kind: Kind, rank: int | N
     options = {"r": 8, "lora_alpha": 8} | {
         key.removeprefix(prefix): value for key, value in _json_object(text).items() if key.startswith(prefix)
     }
-    if odd := [key for key in ODD_OPTIONS if options.get(key)]:
-        raise SourceError(f"{weights} holds an adapter with {shorten(odd)}, which Descant does not train.")
+    _check_options(weights, options)
     if options["r"] != rank or bool(options.get("use_dora")) != (kind == "dora"):
         raise SourceError(
             f"{weights} has tensors of a {kind} of rank {rank}, its header's lora_adapter_metadata speaks of another "

@@ -1,7 +1,8 @@
 """The tensors that an adapter has for one layer, its parts, by PEFT's names: what kind they are and what they fit."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from trainer_core.formats import LOKR_PARTS, MAGNITUDE, Kind
 from trainer_core.sources import SourceError, shorten
@@ -50,12 +51,24 @@ def find_rank(layers: Mapping[str, Parts]) -> int | None:
     return ranks.pop() if ranks else None
 
 
-def weight_shape(parts: Parts) -> list[int]:
-    """[out, in] of the linear layer that the parts are made for."""
-    if "lora_B.weight" in parts:
-        return [parts["lora_B.weight"][0], parts["lora_A.weight"][1]]
-    first, second = factor_shape(parts, "lokr_w1"), factor_shape(parts, "lokr_w2")
-    return [first[0] * second[0], first[1] * second[1]]
+def parts_for(weight: Sequence[int], settings: Mapping[str, Any]) -> Parts:
+    """The parts that PEFT makes for a linear layer of `weight` [out, in], with these settings of AdapterConfig."""
+    (out, inputs), rank = weight, settings["rank"]
+    if settings["type"] != "lokr":
+        parts = {"lora_A.weight": [rank, inputs], "lora_B.weight": [out, rank]}
+        return parts | ({MAGNITUDE: [out]} if settings["type"] == "dora" else {})
+    first, second = zip(*(kronecker_split(side, settings["decompose_factor"]) for side in weight), strict=True)
+    return {
+        **_factor("lokr_w1", first, rank if settings["decompose_both"] and rank < max(first) / 2 else None),
+        **_factor("lokr_w2", second, rank if rank < max(second) / 2 else None),
+    }
+
+
+def _factor(name: str, shape: Sequence[int], rank: int | None) -> dict[str, list[int]]:
+    """One of a LoKr's factors, as a product of a rank or whole."""
+    if rank is None:
+        return {name: list(shape)}
+    return {f"{name}_a": [shape[0], rank], f"{name}_b": [rank, shape[1]]}
 
 
 def factor_shape(parts: Parts, factor: str) -> list[int]:
@@ -69,26 +82,40 @@ def strength_part(parts: Iterable[str]) -> str:
 
 
 def find_kronecker_factor(layers: Mapping[str, Parts]) -> int:
-    """A `decompose_factor` that gives a LoKr's matrices these shapes, if there is one."""
-    first = [size for parts in layers.values() for size in factor_shape(parts, "lokr_w1")]
-    sides = [size for parts in layers.values() for size in weight_shape(parts)]
-    return -1 if first == [_even_split(size) for size in sides] else max(first)
+    """A `decompose_factor` that gives a LoKr's matrices these shapes; the nearest where there is none."""
+    splits = {
+        (first * second, first)
+        for parts in layers.values()
+        for first, second in zip(factor_shape(parts, "lokr_w1"), factor_shape(parts, "lokr_w2"), strict=True)
+    }
+    sizes = sorted({first for _, first in splits} - {1}, reverse=True)
+    for factor in (-1, *sizes):
+        if all(kronecker_split(side, factor)[0] == first for side, first in splits):
+            return factor
+    return max(sizes, default=-1)
+
+
+def kronecker_split(side: int, factor: int) -> tuple[int, int]:
+    """What PEFT splits a side of a LoKr's weight into (`factorization` in its tuners/lokr/layer.py).
+
+    By `factor` if that divides it, else by the largest divisor up to it and to the root, which alone counts for -1.
+    """
+    if factor > 0 and side % factor == 0:
+        return factor, side // factor
+    most = math.isqrt(side) if factor < 0 else min(factor, math.isqrt(side))
+    first = next(divisor for divisor in range(most, 0, -1) if side % divisor == 0)
+    return first, side // first
 
 
 def check_kronecker_factor(factor: int, sides: Iterable[int]) -> None:
     """Raise SourceError if the first of a LoKr's matrices would be larger than the second: LyCORIS, with which ACE-Step
     and others load the file, has them the other way round."""
-    wrong = [side for side in sides if factor > 0 and side % factor == 0 and factor > side // factor]
+    wrong = [side for side in sides if kronecker_split(side, factor)[0] ** 2 > side]
     if wrong:
         raise SourceError(
             f"A factor of {factor} was given and some of the layers to adapt have a side of {min(wrong)}: give at most "
             f"{math.isqrt(min(wrong))}, its root, or -1 for the most even split."
         )
-
-
-def _even_split(size: int) -> int:
-    """The smaller of the two factors of `size` that are closest to each other, which -1 stands for."""
-    return next(divisor for divisor in range(math.isqrt(size), 0, -1) if size % divisor == 0)
 
 
 def _fit_together(parts: Parts) -> bool:

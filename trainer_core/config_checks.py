@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from trainer_core import adapter_files, naming, origin, sources
 from trainer_core.adapter_files import AdapterFile
-from trainer_core.adapter_parts import check_kronecker_factor
+from trainer_core.adapter_parts import check_kronecker_factor, parts_for
 from trainer_core.config import RunConfig, allowed, fields
 from trainer_core.headers import read_shapes
 from trainer_core.matching import mismatch
@@ -160,11 +160,12 @@ def _wrong_targets(config: RunConfig, weights: dict[str, list[int]]) -> dict[str
 def _misfit(config: RunConfig, start: AdapterFile, weights: dict[str, list[int]]) -> dict[str, str]:
     """What is wrong, with counts, unless the adapter to start from was made for the layers that are targets."""
     expected = {
-        naming.original_module(name): shape
+        f"{naming.original_module(name)}.{part}": needed
         for name, shape in _linear(weights).items()
         if naming.is_meant(config.adapter.targets, name)
+        for part, needed in parts_for(shape, start.settings).items()
     }
-    if differences := mismatch(expected, start.weight_shapes()):
+    if differences := mismatch(expected, start.shapes()):
         return {"start_from": f"It was made for another model, or for other targets: {differences}."}
     return {}
 

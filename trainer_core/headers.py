@@ -48,7 +48,12 @@ def read_header(path: Path) -> Header:
             content = json.loads(file.read(length))
             metadata = {str(key): str(value) for key, value in content.pop("__metadata__", {}).items()}
             tensors = {name: _tensor(entry) for name, entry in content.items()}
-            if path.stat().st_size != 8 + length + max((tensor.end for tensor in tensors.values()), default=0):
+            end = 0
+            for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+                if tensor.begin != end:
+                    raise ValueError("tensors overlap or leave gaps")
+                end = tensor.end
+            if path.stat().st_size != 8 + length + end:
                 raise ValueError("it is cut off")
             return Header(8 + length, metadata, tensors)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

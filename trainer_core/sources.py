@@ -15,7 +15,6 @@ from typing import Any, Literal
 DEMO = "demo"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-MAX_JSON_BYTES = 64 << 20
 PATH_SEPARATORS = re.compile(r"[\\/]")
 
 
@@ -134,13 +133,13 @@ def find_tensors(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in wanted)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; SourceError if it is anything else."""
+def read_json(path: Path, most_bytes: int = 64 << 20) -> dict[str, Any]:
+    """The JSON object in `path`. Raises SourceError for anything else, and what would take too much memory to read."""
     if not is_file(path):  # a pipe or a device would never end
         raise SourceError(f"{path} is not a file.")
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise SourceError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, which none of its kind is.")
+        if path.stat().st_size > most_bytes:
+            raise SourceError(f"{path} is larger than {most_bytes >> 20} MiB, which none of its kind is.")
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror}.") from error

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import webbrowser
 from importlib import metadata
@@ -86,10 +87,16 @@ def serve(options: argparse.Namespace) -> int:
     print(f"Descant is at {settings.address}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
     if not options.no_open and has_browser():
         webbrowser.open(settings.address)  # the socket listens already, so the browser only waits
+    end_by_exit()
     server = uvicorn.Server(uvicorn.Config(make_app(settings), log_level="warning", timeout_graceful_shutdown=2))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
     return 0
+
+
+def end_by_exit() -> None:
+    """Let a request to end the process (SIGTERM) tidy up its temporary files; by itself it would not."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def has_browser() -> bool:
@@ -123,6 +130,7 @@ def export(options: argparse.Namespace) -> int:
     """Write a checkpoint as a file for another program, and say what is in it."""
     from trainer_core import exports
 
+    end_by_exit()
     checkpoint: Path = options.checkpoint.expanduser().absolute()
     output: Path = options.output or Path()
     try:

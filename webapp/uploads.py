@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import IO
 
 from trainer_core import adapter_files
-from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
+from trainer_core.adapter_files import ADAPTER_FILES, MAX_CONFIG_BYTES, AdapterFile
 from trainer_core.run_dir import slug
 from trainer_core.sources import PATH_SEPARATORS, SourceError, shorten
 
-MAX_BYTES = {ADAPTER_FILES[0]: 1 << 20, ADAPTER_FILES[1]: 16 << 30}
-"""Rank 1024 on all layers of the XL model takes some 9 GB in fp32; an adapter's config is read into memory."""
+MAX_BYTES = {ADAPTER_FILES[0]: MAX_CONFIG_BYTES, ADAPTER_FILES[1]: 16 << 30}
+"""Rank 1024 on all layers of the XL model takes some 9 GB in fp32."""
 PIECE = 1 << 20
 ABANDONED_SECONDS = 24 * 3600
 """After which what a killed server left of an upload is removed."""
@@ -102,7 +102,9 @@ def _unzip(file: IO[bytes], folder: Path) -> None:
                     raise SourceError("The zip is compressed in a way that is not read; deflate is.")
                 with archive.open(found[0]) as entry:
                     _copy(entry, folder / wanted)
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
+    except SourceError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         raise SourceError(f"The zip can't be read: {error}.") from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lokr.layer import factorization
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from tests.trainer_core import programs
 from tests.trainer_core.conftest import CLOSE, KINDS, Checkpoints, difference
 from tests.trainer_core.programs import Changes
 from tests.trainer_core.training import of_kind, run_training
-from trainer_core import adapter, adapter_files, exports, model
+from trainer_core import adapter, adapter_files, adapter_parts, exports, model, naming
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config import AdapterConfig
 from trainer_core.config_checks import ConfigError, validate
@@ -274,6 +275,8 @@ def split(name: str) -> tuple[str, str]:
         ({"transformer.r": 8}, "speaks of another (r 8, use_dora False)"),
         ({"r": 4, "lora_alpha": 4}, "speaks of another (r 8, use_dora False)"),
         ({"transformer.r": 4, "transformer.use_dora": True}, "speaks of another (r 4, use_dora True)"),
+        ({"transformer.r": 4, "transformer.bias": "all"}, "with biases, which Descant does not"),
+        ({"transformer.r": 4, "transformer.init_lora_weights": "pissa"}, "with init_lora_weights, which Descant"),
         ({"transformer.r": 4, "transformer.rank_pattern": {"to_q": 2}}, "with rank_pattern, which Descant does not"),
         ({"transformer.r": 4, "transformer.lora_alpha": "x"}, "lora_alpha is 'x', not a number"),
     ],
@@ -296,6 +299,8 @@ def test_what_the_pipeline_would_not_play_so_is_refused(metadata: dict[str, Any]
         ({"lora_alpha": 1e400}, "lora_alpha is inf, not a number"),
         ({"lora_alpha": 10**400}, "not a number that makes sense"),
         ({"lora_alpha": 0}, "has alphas of 0"),
+        ({"lora_alpha": 1e-300}, "has alphas of 0 or next to it"),
+        ({"x": " " * (1 << 20)}, "is larger than 1 MiB"),
         ({"use_dora": True}, "describes a dora adapter, the tensors beside it are those of a lora"),
         ({"peft_type": "LOKR"}, "describes a lokr adapter, the tensors beside it are those of a lora"),
     ],
@@ -338,6 +343,46 @@ def test_a_header_that_lies_is_refused(entry: Any, tmp_path: Path) -> None:
     """Before anything is made of its numbers."""
     with pytest.raises(SourceError, match="can't be read as safetensors"):
         adapter_files.read(crafted(tmp_path, {"lycoris_layers_0_self_attn_q_proj.lokr_w2": entry}))
+
+
+@pytest.mark.parametrize("begin", [0, 4, 12])
+def test_tensors_that_overlap_or_leave_gaps_are_refused(begin: int, tmp_path: Path) -> None:
+    entries = {
+        f"lycoris_layers_0_self_attn_q_proj.lokr_w{number}": {
+            "dtype": "F32", "shape": [2, 1], "data_offsets": [offset, offset + 8]
+        }
+        for number, offset in ((1, 0), (2, begin))
+    }  # fmt: skip
+    with pytest.raises(SourceError, match="can't be read as safetensors"):
+        adapter_files.read(crafted(tmp_path, entries, begin + 8))
+
+
+@pytest.mark.parametrize("factor", [-1, 2, 3, 4, 5, 8, 100])
+def test_sides_are_split_as_peft_splits_them(factor: int) -> None:
+    for side in (*range(1, 130), 1024, 2048, 2560, 6144, 9728):
+        assert adapter_parts.kronecker_split(side, factor) == factorization(side, factor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_foreseen_are_those_that_peft_makes(kind: str, checkpoints: Checkpoints) -> None:
+    file = adapter_files.read(checkpoints[kind].checkpoint)
+    base = model.load(str(FIXTURE / "checkpoint")).transformer
+    foreseen = {
+        f"{module}.{part}": list(shape)
+        for module in file.modules
+        for part, shape in adapter_parts.parts_for(
+            base.get_submodule(naming.diffusers_module(module)).weight.shape, file.settings
+        ).items()
+    }
+    assert foreseen == file.shapes()
+
+
+def test_a_lokr_that_peft_can_not_split_so_is_refused_before_the_start(tmp_path: Path) -> None:
+    """LyCORIS can have the larger matrix first."""
+    name = f"lycoris_{Q.replace('.', '_')}"
+    as_file(tmp_path, {f"{name}.lokr_w1": torch.ones(2, 8), f"{name}.lokr_w2": torch.ones(32, 8)})
+    found = problems(**fixture_settings(start_from=str(tmp_path / "a.safetensors")) | {"adapter": {}})
+    assert "0 of 2 match, 2 of another shape" in found["start_from"]
 
 
 def test_a_header_without_end_is_not_read(tmp_path: Path) -> None:
@@ -415,12 +460,13 @@ def test_an_adapter_of_another_model_is_refused_with_counts_before_the_start(tmp
     """The demo's layers are wider; and targets that mean more layers than the adapter has find it in part only."""
     found = problems(model={"source": "demo"}, dataset={"source": "demo"}, start_from=str(FIXTURE / "adapter"))
     assert (
-        "0 of 32 match, 32 of another shape (layers.0.cross_attn.k_proj is [32, 64], should be" in found["start_from"]
+        "0 of 64 match, 64 of another shape (layers.0.cross_attn.k_proj.lora_A.weight is [4, 64], "
+        in found["start_from"]
     )
     file = changed(tmp_path, lambda t: {name: tensor for name, tensor in t.items() if "layers.3." not in name})
     asked = {"adapter": {"targets": ["self_attention", "cross_attention"]}}
     found = problems(**fixture_settings(start_from=str(file)) | asked)
-    assert "24 of 32 match, 8 missing (layers.3.cross_attn.k_proj" in found["start_from"]
+    assert "48 of 64 match, 16 missing (layers.3.cross_attn.k_proj.lora_A.weight" in found["start_from"]
 
 
 @pytest.mark.parametrize("left_out", ["layers.1.", "layers.3."])
