@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIGHT = {"adapter_files", "config", "config_checks", "events", "exports", "formats", "run_dir", "sources"}
+LIGHT = {
+    "adapter_files",
+    "adapter_settings",
+    "config",
+    "config_checks",
+    "events",
+    "exports",
+    "formats",
+    "run_dir",
+    "sources",
+}
 
 
 @pytest.mark.parametrize("module", ["webapp.app", "webapp.cli"])

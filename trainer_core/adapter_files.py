@@ -5,46 +5,25 @@ ai-toolkit. How strong a file plays is put in the words of PEFT, which trains it
 it, a factor by which the tensors are multiplied when they are loaded.
 """
 
-import json
 import math
-import struct
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_core.adapter_parts import (
-    WHOLE,
-    Parts,
-    factor_shape,
-    find_kind,
-    find_kronecker_factor,
-    find_rank,
-)
-from trainer_core.config import MAX_ALPHA, MAX_RANK
-from trainer_core.formats import MAGNITUDE, PREFIXES, Kind, Layout, parse_name, recognise, scale, tensor_name
-from trainer_core.headers import Header, read_header
+from trainer_core.adapter_parts import WHOLE, Parts, find_kind, find_rank
+from trainer_core.adapter_settings import diffusers_settings, lokr_settings, peft_settings
+from trainer_core.config import MAX_ALPHA
+from trainer_core.formats import MAGNITUDE, Kind, Layout, parse_name, recognise, scale, tensor_name
+from trainer_core.headers import read_header, read_scalar
 from trainer_core.naming import targets_of
-from trainer_core.sources import SourceError, plain, read_json, shorten
+from trainer_core.sources import SourceError, plain, shorten
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 DORA_SCALES = "dora_scale.safetensors"
 """A DoRA's magnitudes as ComfyUI takes them, by module; computed while the base model is there."""
 
-MAX_CONFIG_BYTES = 1 << 20
 MIN_STRENGTH = 1e-12
-
-# PEFT's options that change what the same weights mean.
-ODD_OPTIONS = (
-    "alpha_pattern",
-    "rank_pattern",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "alora_invocation_tokens",
-    "arrow_config",
-)
-SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +131,7 @@ def read(source: Path) -> AdapterFile:
             raise SourceError(f"{weights} holds tensors that are no weights: {name} ({tensor.dtype}).")
         module, part = parsed
         if part == "alpha":
-            alphas[module] = _scalar(weights, header, name)
+            alphas[module] = read_scalar(weights, header, name)
         elif part in modules[module]:
             raise SourceError(f"{weights} holds {module} {part} twice, by different names.")
         else:
@@ -172,13 +151,13 @@ def read(source: Path) -> AdapterFile:
         raise SourceError(f"{weights} can't be used. {error}") from error
     settings: dict[str, Any] = {"type": kind, "rank": rank, "targets": tuple(sorted(modules))}
     if kind == "lokr":
-        settings |= _lokr_settings(header, modules, rank)
+        settings |= lokr_settings(header, modules, rank)
     else:
         settings["rank_stabilized"] = False
     if layout == "peft":
-        settings |= _peft_settings(weights, kind, rank)
+        settings |= peft_settings(weights.with_name(ADAPTER_FILES[0]), kind, rank)
     elif layout == "diffusers":
-        settings |= _diffusers_settings(weights, header, kind, rank)
+        settings |= diffusers_settings(weights, header, kind, rank)
 
     if "alpha" in settings:  # it was said in one place for all
         strengths = dict.fromkeys(modules, scale(settings))
@@ -203,107 +182,3 @@ def read(source: Path) -> AdapterFile:
         dict(modules),
         {module: gain for module, gain in gains.items() if not math.isclose(gain, 1, rel_tol=1e-7)},
     )
-
-
-def _peft_settings(weights: Path, kind: Kind, rank: int | None) -> dict[str, Any]:
-    """From the config beside the weights."""
-    described = weights.with_name(ADAPTER_FILES[0])
-    if not described.is_file():
-        raise SourceError(
-            f"{weights} has PEFT's names but no {ADAPTER_FILES[0]} beside it, without which its alpha is unknown. Give "
-            "the folder that has both."
-        )
-    found = read_json(described, MAX_CONFIG_BYTES)
-    theirs = {"LORA": "dora" if found.get("use_dora") else "lora", "LOKR": "lokr"}.get(str(found.get("peft_type")))
-    if theirs is None:
-        raise SourceError(f"{weights.parent} holds a {found.get('peft_type')} adapter; this takes LoRA, DoRA and LoKr.")
-    if theirs != kind:
-        raise SourceError(f"{described} describes a {theirs} adapter, the tensors beside it are those of a {kind}.")
-    _check_options(weights.parent, found)
-    r = _number(described, found, "r")
-    if r < 1 or r != int(r) or rank not in (None, r):
-        raise SourceError(f"{described}: r is {r}, the tensors beside it have rank {rank or 'of no matter'}.")
-    settings = {"rank": int(r), "alpha": _number(described, found, "alpha" if kind == "lokr" else "lora_alpha")}
-    if kind == "lokr":
-        return settings | {key: found.get(key) for key in ("decompose_factor", "decompose_both")}
-    return settings | {"rank_stabilized": bool(found.get("use_rslora"))}
-
-
-def _check_options(place: Path, options: Mapping[str, Any]) -> None:
-    """Raise SourceError for PEFT's options with which the same weights mean something that Descant does not train."""
-    odd = [key for key in ODD_OPTIONS if options.get(key)]
-    odd += [
-        key for key in ("init_lora_weights", "init_weights") if options.get(key, True) not in (True, False, "gaussian")
-    ]
-    odd += ["biases"] if options.get("bias", "none") != "none" else []
-    if odd:
-        raise SourceError(f"{place} holds an adapter with {shorten(odd)}, which Descant does not train.")
-
-
-def _diffusers_settings(weights: Path, header: Header, kind: Kind, rank: int | None) -> dict[str, Any]:
-    """From PEFT's options in the header, with PEFT's own defaults; a file without them plays at strength 1."""
-    text = header.metadata.get("lora_adapter_metadata")
-    if kind == "lokr":
-        raise SourceError(f"{weights} is a LoKr with diffusers' names, which AceStepPipeline does not load either.")
-    if text is None:
-        return {"alpha": rank}
-    prefix = PREFIXES["diffusers"]
-    options = {"r": 8, "lora_alpha": 8} | {
-        key.removeprefix(prefix): value for key, value in _json_object(text).items() if key.startswith(prefix)
-    }
-    _check_options(weights, options)
-    if options["r"] != rank or bool(options.get("use_dora")) != (kind == "dora"):
-        raise SourceError(
-            f"{weights} has tensors of a {kind} of rank {rank}, its header's lora_adapter_metadata speaks of another "
-            f"(r {plain(repr(options['r']), 50)}, use_dora {plain(repr(options.get('use_dora', False)), 50)})."
-        )
-    return {"alpha": _number(weights, options, "lora_alpha"), "rank_stabilized": bool(options.get("use_rslora"))}
-
-
-def _lokr_settings(header: Header, modules: Mapping[str, Parts], rank: int | None) -> dict[str, Any]:
-    """What the shapes tell; and where all matrices are whole, a rank that leaves them so."""
-    if rank is None:
-        least = max(math.ceil(max(factor_shape(parts, "lokr_w2")) / 2) for parts in modules.values())
-        named = _json_object(header.metadata.get("lokr_config", "{}")).get("linear_dim")
-        rank = named if isinstance(named, int) and least <= named <= MAX_RANK else least
-    both = any("lokr_w1_a" in parts for parts in modules.values())
-    return {"rank": rank, "decompose_factor": find_kronecker_factor(modules), "decompose_both": both}
-
-
-def _scalar(weights: Path, header: Header, name: str) -> float:
-    """The one number in a tensor. Raises SourceError for anything else."""
-    tensor = header.tensors[name]
-    try:
-        with weights.open("rb") as file:
-            file.seek(header.size + tensor.begin)
-            raw = file.read(min(tensor.end - tensor.begin, 16))
-    except OSError as error:
-        raise SourceError(f"{weights} can't be read: {error.strerror}.") from error
-    if tensor.dtype == "BF16":  # the upper half of an fp32
-        raw, form = b"\0\0" + raw, "<f"
-    else:
-        form = SCALARS.get(tensor.dtype, "")
-    try:
-        value = float(struct.unpack(form, raw)[0])
-    except struct.error as error:
-        raise SourceError(f"{weights}: {name} is not one number ({tensor.dtype}, {tensor.shape}).") from error
-    if not math.isfinite(value):
-        raise SourceError(f"{weights}: {name} is {value}.")
-    return value
-
-
-def _number(place: Path, values: Mapping[str, Any], key: str) -> float:
-    """The number at `key`, finite also as a float. Raises SourceError for anything else."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        raise SourceError(f"{place}: {key} is {plain(repr(value), 50)}, not a number that makes sense there.")
-    return value
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """The JSON object in a header's text; an empty one for anything else."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

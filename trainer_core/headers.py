@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+
+SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,25 @@ def _tensor(entry: dict[str, object]) -> TensorInfo:
 def read_shapes(paths: Iterable[Path]) -> dict[str, list[int]]:
     """The tensors of safetensors files by name, with their shapes. Raises SourceError for what is no such file."""
     return {name: tensor.shape for path in paths for name, tensor in read_header(path).tensors.items()}
+
+
+def read_scalar(path: Path, header: Header, name: str) -> float:
+    """The one number in a tensor. Raises SourceError for anything else."""
+    tensor = header.tensors[name]
+    try:
+        with path.open("rb") as file:
+            file.seek(header.size + tensor.begin)
+            raw = file.read(min(tensor.end - tensor.begin, 16))
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror}.") from error
+    if tensor.dtype == "BF16":  # the upper half of an fp32
+        raw, form = b"\0\0" + raw, "<f"
+    else:
+        form = SCALARS.get(tensor.dtype, "")
+    try:
+        value = float(struct.unpack(form, raw)[0])
+    except struct.error as error:
+        raise SourceError(f"{path}: {name} is not one number ({tensor.dtype}, {tensor.shape}).") from error
+    if not math.isfinite(value):
+        raise SourceError(f"{path}: {name} is {value}.")
+    return value

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from trainer_core import adapter_files
-from trainer_core.adapter_files import ADAPTER_FILES, MAX_CONFIG_BYTES, AdapterFile
+from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
+from trainer_core.adapter_settings import MAX_CONFIG_BYTES
 from trainer_core.run_dir import slug
 from trainer_core.sources import PATH_SEPARATORS, SourceError, shorten
 

@@ -86,10 +86,10 @@ def test_an_upload_is_read_kept_once_and_a_run_starts_from_it(
         ({"Funk 2.safetensors": b"x"}, "funk-2.safetensors can't be read as safetensors"),
         (
             {"adapter_model.safetensors": WEIGHTS},
-            "adapter-model.safetensors has PEFT's names but no adapter_config.json",
+            "adapter_config.json is missing, without which the alpha",
         ),
         ({"adapter_config.json": CONFIG}, "adapter_config.json was given. Choose one .safetensors file, one zip, or"),
-        ({"a.safetensors": WEIGHTS}, "no adapter_config.json beside it"),
+        ({"a.safetensors": WEIGHTS}, "adapter_config.json is missing, without which the alpha"),
         ({"a.safetensors": save({"unet.x": torch.ones(1)})}, "0 of its 1 tensors (unet.x)"),
         ({"a.zip": b"x"}, "The zip can't be read"),
         ({"a.zip": zipped({"x": b"x"})}, "it has no files called adapter_config.json."),
