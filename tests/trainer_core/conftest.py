@@ -53,7 +53,7 @@ def trained(kind: str) -> LoadedModel:
     parameters = [parameter for _, parameter in adapter.trainable(loaded.transformer)]
     optimizer = torch.optim.AdamW(parameters, lr=0.05)
     wanted = torch.randn_like(output(loaded))
-    for _ in range(8):
+    for _ in range(5):
         optimizer.zero_grad()
         torch.autograd.backward((output(loaded, gradients=True) - wanted).square().mean())
         optimizer.step()

@@ -19,13 +19,9 @@ from trainer_core.run_dir import RunDir
 def run(shared_server: Server) -> RunDir:
     """A run with one checkpoint: ACE-Step's own adapter."""
     run = make_run(shared_server.home, name="Été 1")
-    add_checkpoint(run)
-    return run
-
-
-def add_checkpoint(run: RunDir) -> None:
     shutil.copytree(FIXTURE / "adapter", run.checkpoints / "step-000006")
     (run.checkpoints / "step-000006" / "state.json").write_text('{"step": 6, "epoch": 2}')
+    return run
 
 
 def address(run: RunDir, query: str = "") -> str:
@@ -131,9 +127,9 @@ def test_a_damaged_checkpoint_is_refused_in_words(run: RunDir, shared_server: Se
     assert made(shared_server) == []
 
 
-def grow(run: RunDir, rank: int = 40_000) -> None:
-    """Make the checkpoint's adapter so large that it does not fit into the sockets."""
+def test_aborted_downloads_leave_no_open_file_and_no_folder(run: RunDir, shared_server: Server) -> None:
     weights = run.checkpoints / "step-000006" / "adapter_model.safetensors"
+    rank = 40_000  # so that it does not fit into the sockets
     grown = {
         name: tensor.repeat(rank // 4, 1) if "lora_A" in name else tensor.repeat(1, rank // 4)
         for name, tensor in load_file(weights).items()
@@ -142,24 +138,6 @@ def grow(run: RunDir, rank: int = 40_000) -> None:
     save_file(grown, weights)
     described = json.loads(weights.with_name("adapter_config.json").read_text()) | {"r": rank}
     weights.with_name("adapter_config.json").write_text(json.dumps(described))
-
-
-def test_a_server_that_is_ended_amid_downloads_removes_them(server: Server) -> None:
-    run = make_run(server.home)
-    add_checkpoint(run)
-    grow(run, rank=160_000)
-    place = address(run, "precision=fp32")
-    with server.http.stream("GET", place) as one, server.http.stream("GET", place) as two:
-        assert next(one.iter_raw())
-        assert next(two.iter_raw())
-        assert len(made(server)) == 2
-        server.process.terminate()
-        server.process.wait(10)
-    assert made(server) == []
-
-
-def test_aborted_downloads_leave_no_open_file_and_no_folder(run: RunDir, shared_server: Server) -> None:
-    grow(run)
     process = psutil.Process(shared_server.process.pid)
     before = process.num_fds()
     for _ in range(5):
