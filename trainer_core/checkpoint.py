@@ -5,6 +5,7 @@ elsewhere, and what an exact resume needs besides; no pickle.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from importlib import metadata
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from diffusers import AceStepTransformer1DModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,24 +51,30 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     run.checkpoints.mkdir(exist_ok=True)  # not its parents: a deleted run is not made again
     partial.mkdir()
+    try:
+        weights = partial / ADAPTER_FILES[1]
+        save_file(adapter.tensors(transformer), weights, metadata=_metadata(state, variant))
+        adapter.save_config(state.config.adapter, partial)
+        save_file(dict(optimizer_tensors), partial / STATE_FILES[0])
+        (partial / STATE_FILES[1]).write_text(state.model_dump_json(), encoding="utf-8")
 
-    weights = partial / ADAPTER_FILES[1]
-    save_file(adapter.tensors(transformer), weights, metadata=_metadata(state, variant))
-    adapter.save_config(state.config.adapter, partial)
-    save_file(dict(optimizer_tensors), partial / STATE_FILES[0])
-    (partial / STATE_FILES[1]).write_text(state.model_dump_json(), encoding="utf-8")
-
-    trained = {adapter.saved_name(name): parameter for name, parameter in adapter.trainable(transformer)}
-    _check(weights, trained)
-    _check(partial / STATE_FILES[0], optimizer_tensors)
-    if scales := adapter.dora_scales(transformer):
-        save_file(scales, partial / DORA_SCALES)
-        _check(partial / DORA_SCALES, scales)
-    size = weights.stat().st_size
-    for file in partial.iterdir():
-        _flush(file)
-    _flush(partial)
-    partial.rename(final)
+        trained = {adapter.saved_name(name): parameter for name, parameter in adapter.trainable(transformer)}
+        _check(weights, trained)
+        _check(partial / STATE_FILES[0], optimizer_tensors)
+        if scales := adapter.dora_scales(transformer):
+            save_file(scales, partial / DORA_SCALES)
+            _check(partial / DORA_SCALES, scales)
+        size = weights.stat().st_size
+        for file in partial.iterdir():
+            _flush(file)
+        _flush(partial)
+        partial.rename(final)
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):  # what the package makes of a full disk
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise CheckpointError(str(error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk every byte counts
     _flush(run.checkpoints)
     _flush(run.path)
     return Checkpoint(name=name, step=state.step, epoch=state.epoch, bytes=size, tensors=len(trained))

@@ -130,32 +130,40 @@ class Finished(Event):
     epoch: int
 
 
+MAX_WAITING_BYTES = 4 << 20
+
+
 class EventWriter:
-    """Appends events to a file. Each line reaches the operating system before `write` returns."""
+    """Appends events to a file. Each line reaches the operating system before `write` returns.
+
+    But for a full disk: then lines wait in memory, a few megabytes of them, and are written once there is room.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._seq = 0
+        self._waiting = b""
 
     def __enter__(self) -> "EventWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        """Close the file. Raises OSError where lines that wait can't be written even now."""
+        with self._file:
+            if self._waiting:
+                self._file.write(self._waiting)
 
     def write(self, event: Event) -> None:
-        """Number, stamp and append `event`."""
+        """Number, stamp and append `event`. Raises OSError when too much waits for room on the disk."""
         self._seq += 1
         event.seq, event.time = self._seq, time.time()
-        line = event.model_dump_json().encode() + b"\n"
-        start, written = self._file.seek(0, 2), 0
+        self._waiting += event.model_dump_json().encode() + b"\n"
         try:
-            while written < len(line):  # a nearly full disk takes a part
-                written += self._file.write(line[written:])
+            while self._waiting:  # a nearly full disk takes a part; the rest of that line follows it
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError:
-            self._file.truncate(start)
-            self._seq -= 1
-            raise
+            if len(self._waiting) > MAX_WAITING_BYTES:
+                raise
 
 
 class EventReader:

@@ -1,13 +1,15 @@
 """A run is a folder. What state it is in is computed from the folder at every look and stored nowhere.
 
 Covers: making run folders, finding them by id, their status and summary, asking for a stop.
-A process id is never written down, so none can be mistaken for another process: the lock tells who lives.
+A process id is never written down, so none can be mistaken for another process: the lock tells who lives. A run whose
+trainer has not yet taken the lock is still queued: a launch that dies before has changed nothing.
 """
 
 import json
 import math
 import re
 import shutil
+import signal
 import threading
 import time
 import unicodedata
@@ -33,8 +35,8 @@ ENDINGS: tuple[Status, ...] = ("completed", "stopped", "aborted", "failed")
 PROBE_SECONDS = 0.02
 """How long a look tries the lock: another process that looks holds it for an instant, a trainer for good."""
 
-LAUNCH_SECONDS = 10.0
-"""How long a started trainer may take to take its lock (an interpreter's start) before it counts as crashed."""
+GRACE_SECONDS = 20.0
+"""How long a trainer that was asked to stop may take before it may be killed."""
 WINDOW_BYTES = 1 << 16
 """How much of an event file's start and end a summary reads, so that its cost does not grow with the run."""
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
@@ -78,12 +80,42 @@ class RunSummary:
     loss: float | None
     message: str | None
     exit_status: int | None
+    device: str
+    """As it was chosen until the trainer has started, then the one it is on."""
+    may_kill: bool
+    """Whether the trainer has been asked to stop for so long that it may be killed."""
     log_tail: list[str]
     checkpoints: list[CheckpointInfo]
     resume_from: str | None
     """The checkpoint this run continues exactly."""
     start_from: str | None
     """The adapter whose weights it began with."""
+
+
+def explain(
+    exit_status: int | None, out_of_memory: bool | None, was_stopping: bool, checkpoints: list[CheckpointInfo]
+) -> str:
+    """Why a trainer ended without a last word, as far as that can be seen, and the way on."""
+    if exit_status is None:
+        why = "The trainer ended unexpectedly; how is unknown, since the Descant that started it had ended."
+    elif exit_status >= 0:
+        why = f"The trainer ended unexpectedly with exit status {exit_status}."
+    elif out_of_memory:
+        why = (
+            "The system ran out of memory and killed the trainer. Turn on gradient checkpointing, take smaller batches "
+            "or close other programs."
+        )
+    else:
+        names = {number.value: f" ({number.name})" for number in signal.Signals}
+        why = f"The trainer was killed by signal {-exit_status}{names.get(-exit_status, '')}"
+        if was_stopping:
+            why += " while it was stopping."
+        elif exit_status == -9 and out_of_memory is None:
+            why += ". Often this is the system running out of memory."
+        else:
+            why += "."
+    steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.resumable]
+    return f"{why} {f'It can go on from step {steps[-1]}.' if steps else 'No checkpoint had been written.'}"
 
 
 class RunDir:
@@ -97,12 +129,13 @@ class RunDir:
         self.log = path / "trainer.log"
         self.stop = path / "stop"
         self.checkpoints = path / "checkpoints"
-        self.exit_status = path / "exit_status"
-        """Written by the server that saw the trainer end: nothing else in the folder can tell a kill from a crash."""
+        self.lock_path = path / "alive.lock"
+        self.exit = path / "exit.json"
+        """Written by the process that started the trainer and saw it end: nothing else can tell a kill from a crash."""
 
     def lock(self) -> FileLock:
         """The lock that the trainer holds as long as it lives."""
-        return FileLock(self.path / "alive.lock")
+        return FileLock(self.lock_path)
 
     def is_alive(self) -> bool:
         """Whether a trainer holds the lock."""
@@ -136,12 +169,17 @@ class RunDir:
             if self.stop.exists():
                 return "stopping"
             return "running" if any(event["type"] == "started" for event in window) else "starting"
-        try:
-            launched = self.log.stat().st_mtime
-        except OSError:
-            return "crashed" if window else "queued"
-        is_new = 0 <= time.time() - launched < LAUNCH_SECONDS
-        return "starting" if is_new and not window and not self.exit_status.exists() else "crashed"
+        if self.was_begun():
+            return "crashed"
+        return "stopped" if self.stop.exists() else "queued"
+
+    def is_queued(self) -> bool:
+        """Whether the run waits for its turn; told without reading its events."""
+        return not (self.was_begun() or self.stop.exists() or self.is_alive())
+
+    def was_begun(self) -> bool:
+        """Whether a trainer has ever been at work here. A power cut may take the events and leave a checkpoint."""
+        return any(path.exists() for path in (self.events, self.exit, self.checkpoints))
 
     def summary(self) -> RunSummary:
         """The run as a list shows it. However long the run, only its ends are read."""
@@ -150,6 +188,13 @@ class RunDir:
         step, started = last.get("step", {}), last.get("started", {})
         settings = self.settings()
         ended_badly = status in ("crashed", "failed")
+        exit_status, out_of_memory = self._exit() if ended_badly else (None, None)
+        checkpoints = self.list_checkpoints()
+        message = last.get("finished", {}).get("message")
+        if status == "crashed":
+            message = explain(exit_status, out_of_memory, self.stop.exists(), checkpoints)
+        elif status == "stopped" and message is None:
+            message = "Taken out of the queue before it began."
         return RunSummary(
             id=self.id,
             name=plain(str(settings.get("name", self.id))),
@@ -161,10 +206,12 @@ class RunDir:
             epoch=step.get("epoch", 0),
             total_epochs=started.get("total_epochs"),
             loss=step.get("loss"),
-            message=plain(str(last["finished"].get("message"))) if "finished" in last else None,
-            exit_status=self._exit_status() if ended_badly else None,
+            message=None if message is None else plain(str(message)),
+            exit_status=exit_status,
+            device=str(started.get("device") or _section(settings, "hardware").get("device", "auto")),
+            may_kill=status == "stopping" and self.seconds_since_stop() >= GRACE_SECONDS,
             log_tail=self.log_tail() if ended_badly else [],
-            checkpoints=self.list_checkpoints(),
+            checkpoints=checkpoints,
             resume_from=plain(str(settings.get("resume_from") or "")) or None,
             start_from=plain(str(settings.get("start_from") or "")) or None,
         )
@@ -191,7 +238,8 @@ class RunDir:
 
     def log_tail(self) -> list[str]:
         """The last lines the trainer printed."""
-        return _tail(self.log, LOG_TAIL_BYTES)[-LOG_TAIL_LINES:]
+        older = self.log.with_name(f"{self.log.name}.1")  # by `log_cap`, which may have begun a new one this moment
+        return [*_tail(older, LOG_TAIL_BYTES), *_tail(self.log, LOG_TAIL_BYTES)][-LOG_TAIL_LINES:]
 
     def list_checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, oldest first."""
@@ -226,9 +274,16 @@ class RunDir:
         return folder if all((folder / file).is_file() for file in (*ADAPTER_FILES, "state.json")) else None
 
     def request_stop(self) -> None:
-        """Ask the trainer to save and stop; harmless when none lives."""
-        if self.status() in ACTIVE:
+        """Ask the trainer to save and stop, or take the run out of the queue; harmless when it has ended."""
+        if self.status() in ("queued", "starting", "running"):  # again would put the grace period off
             self.stop.touch()
+
+    def seconds_since_stop(self) -> float:
+        """Since a stop was asked for; 0 if it was not."""
+        try:
+            return time.time() - self.stop.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def delete(self) -> None:
         """Remove the folder and all that is in it. Raises OSError where a file is held open, as Windows does."""
@@ -236,11 +291,30 @@ class RunDir:
             # Under a name that no run has, so that a half-deleted folder is never shown.
             shutil.rmtree(self.path.rename(self.path.with_name(f".{self.id}.deleted")))
 
-    def _exit_status(self) -> int | None:
+    def form_token(self) -> str:
+        """That of the form the run was started with, so that a form that is sent twice starts one run."""
         try:
-            return int(self.exit_status.read_text())
+            return (self.path / "form_token").read_text(encoding="utf-8")
         except (OSError, ValueError):
-            return None
+            return ""
+
+    def has_config(self, config: RunConfig) -> bool:
+        """Whether the run was made from `config`."""
+        return self.settings() == config.model_dump(mode="json")
+
+    def record_exit(self, status: int, out_of_memory: bool | None) -> None:
+        """Write down how the trainer's process ended: as in Python, a negative `status` is the signal that ended it.
+
+        `out_of_memory` says whether the system killed it for want of memory, None where it does not tell.
+        """
+        self.exit.write_text(json.dumps({"status": status, "out_of_memory": out_of_memory}))
+
+    def _exit(self) -> tuple[int | None, bool | None]:
+        try:
+            ended = json.loads(self.exit.read_text())
+            return int(ended["status"]), ended["out_of_memory"] if isinstance(ended["out_of_memory"], bool) else None
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):  # nobody saw the end, or damaged by hand
+            return None, None
 
 
 class RunFolders:
@@ -250,12 +324,16 @@ class RunFolders:
         self.home = home
         self.path = home / "runs"
 
-    def create(self, config: RunConfig) -> RunDir:
+    def create(self, config: RunConfig, form_token: str = "") -> RunDir:
         """A new run folder that holds `config`. Raises OSError when it can't be written."""
         stem = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(config.name)}".rstrip("-")
         path = _first_free(lambda count: self.path / (stem if count == 1 else f"{stem}-{count}"))
         try:
-            (path / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+            if form_token:
+                (path / "form_token").write_text(form_token, encoding="utf-8")
+            # Last, as it makes the folder a run; and whole, as another server may look at it this moment.
+            (path / ".config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+            (path / ".config.json").rename(path / "config.json")
         except OSError:  # a full disk; an empty run would stay in the list for ever
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -277,9 +355,10 @@ class RunFolders:
         found = [run for name in names if (run := self.find(name))]
         return iter(sorted(found, key=lambda run: (run.created, run.id), reverse=True))
 
-    def active(self) -> RunDir | None:
-        """The run whose trainer lives, if any."""
-        return next((run for run in self if run.status() in ACTIVE), None)
+    def active(self) -> list[RunDir]:
+        """The runs whose trainers live."""
+        # Where the end was recorded nobody lives; to try every lock of a long list takes its time.
+        return [run for run in self if not run.exit.exists() and run.is_alive()]
 
 
 def _first_free(candidate: Callable[[int], Path]) -> Path:
@@ -304,6 +383,12 @@ def _checkpoint_info(folder: Path, changed: int) -> CheckpointInfo:
         validation_loss=_finite(state.get("validation_loss")),
         resumable=(folder / STATE_FILES[0]).is_file(),
     )
+
+
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of saved settings; empty when it was damaged by hand."""
+    section = settings.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _finite(value: Any) -> float | None:

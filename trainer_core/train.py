@@ -7,6 +7,7 @@ epoch is as long as what is left. Each sample's loss is divided by its own windo
 gradients are plain means whatever the batch size and accumulation.
 """
 
+import errno
 import math
 import time
 from collections import defaultdict
@@ -30,6 +31,8 @@ from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError, shorten
 
 MIN_SKIPS_TO_ABORT = 3
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RETRY_SECONDS = 5.0
 VALIDATION_DRAWS = 4
 """How many times each held-out sample is measured, each with its own noise and time: one time says little of all."""
 
@@ -243,13 +246,40 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         emit(checkpoint.save(run, module, base.variant, state, optimizer_tensors))
         saved_step = step
 
+    def save_or_go_on() -> None:
+        """Save; on a full disk training goes on, and the next save may find room."""
+        try:
+            save()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            warn(f"{no_room(error)} Training goes on; free some space before the next one.")
+
+    def save_at_last() -> None:
+        """Save; on a full disk wait for room, since what was learned is nowhere but in memory."""
+        is_waiting = False
+        while step > saved_step and run.config.exists():
+            try:
+                save()
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                if not is_waiting:
+                    warn(f"{no_room(error)} Trying again every {RETRY_SECONDS:.0f} s: free some space.")
+                is_waiting = True
+                time.sleep(RETRY_SECONDS)
+
+    def no_room(error: OSError) -> str:
+        kept = f"that of step {saved_step} is kept" if saved_step else "there is none before it"
+        return f"The checkpoint of step {step} could not be written ({error.strerror}); {kept}."
+
     def finish(reason: Literal["completed", "stopped", "aborted"], message: str) -> Finished:
         return Finished(reason=reason, message=message, step=step, epoch=epoch)
 
     def abort(message: str) -> Finished:
         # The bad updates were never made, so what was learned before them is worth keeping, if it is still sound.
-        if step > saved_step and all(parameter.isfinite().all() for parameter in parameters):
-            save()
+        if all(parameter.isfinite().all() for parameter in parameters):
+            save_at_last()
         return finish("aborted", message)
 
     # Loop
@@ -274,8 +304,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                     optimizer.zero_grad()
                     if step == 0:
                         return finish("stopped", "Stopped before the first step; there was nothing to save.")
-                    if step > saved_step:
-                        save()
+                    save_at_last()
                     return finish("stopped", f"Stopped after step {step} of {total_steps}; checkpoint saved.")
                 for batch in draw_batches(chosen[first : first + training.batch_size], goal, generator):
                     batch = fabric.to_device(batch)
@@ -352,7 +381,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         if held_out and updates:
             validate()
         if (epoch % training.save_every_epochs == 0 or epoch == training.epochs) and step > saved_step:
-            save()
+            save_or_go_on() if epoch < training.epochs else save_at_last()
 
     # Finish
     here = f" This run made steps {resumed.step + 1} to {step}." if resumed else ""

@@ -1,6 +1,7 @@
 """What the pages' forms do: start, stop, resume and delete a run, download a checkpoint."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,9 +19,10 @@ from trainer_core.formats import FORMATS, PRECISIONS
 from trainer_core.run_dir import ACTIVE
 from trainer_core.sources import SourceError
 from webapp import runs
+from webapp.api import kill_trainer, move_in_queue, wants_queue
 from webapp.forms import from_form, to_values, without_hidden
 from webapp.pages import form_page, resuming
-from webapp.supervisor import RunActive, start_in_background
+from webapp.supervisor import RunActive, enqueue, start_in_background, starting
 
 FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data")
 
@@ -31,8 +33,9 @@ async def start(request: Request) -> Response:
         raise HTTPException(415, "This address takes the form of the page. Send JSON to /api/runs.")
     async with request.form() as form:
         data = from_form(form.multi_items())
+    token = str(data.pop("form_token", ""))
     values = {name: str(value) for name, value in flatten(data).items()}
-    return await run_in_threadpool(_start, request, without_hidden(data), values)
+    return await run_in_threadpool(_start, request, without_hidden(data), values, token)
 
 
 def resume(request: Request) -> Response:
@@ -44,35 +47,52 @@ def resume(request: Request) -> Response:
     return _start(request, data, to_values(data))
 
 
-def _start(request: Request, data: dict[str, Any], values: dict[str, str]) -> Response:
-    """Start the run that `data` describes, or show the form with `values` and every problem."""
+def _start(request: Request, data: dict[str, Any], values: dict[str, str], token: str = "") -> Response:
+    """Start or enqueue the run that `data` describes, or show the form with `values` and every problem."""
+    begin = enqueue if wants_queue(request) else start_in_background
     try:
         config = validate(data)
     except ConfigError as error:
         return form_page(request, values, errors=error.fields, status=422)
     try:
-        run = start_in_background(runs.folders(request), config)
+        run = begin(runs.folders(request), config, token)
     except RunActive as error:
-        return form_page(request, values, error=str(error), status=409)
+        return form_page(request, values, error=str(error), active=error.run, status=409)
     except OSError as error:
         return form_page(request, values, error=f"The run folder can't be written: {error}.", status=507)
     return RedirectResponse(f"/runs/{run.id}", 303)
 
 
 def stop(request: Request) -> Response:
-    """Ask the trainer to save and stop."""
+    """Ask the trainer to save and stop, or take the run out of the queue."""
     run = runs.requested(request)
     run.request_stop()
     return RedirectResponse(f"/runs/{run.id}", 303)
 
 
+def kill(request: Request) -> Response:
+    """End a trainer that doesn't stop."""
+    run = runs.requested(request)
+    kill_trainer(run)
+    return RedirectResponse(f"/runs/{run.id}", 303)
+
+
+async def move(request: Request) -> Response:
+    """Give a waiting run another place in the queue: the form's `position`, from 1."""
+    async with request.form() as form:
+        position = str(form.get("position", ""))
+    await run_in_threadpool(move_in_queue, request, int(position) if re.fullmatch(r"\d{1,9}", position) else position)
+    return RedirectResponse("/", 303)
+
+
 def delete(request: Request) -> Response:
     """Delete a run that is not being trained."""
     run = runs.requested(request)
-    if run.status() in ACTIVE:
-        raise HTTPException(409, "This run is being trained. Stop it first, then delete it.")
     try:
-        run.delete()
+        with starting(runs.folders(request)):  # or one that waits could be started this moment
+            if run.status() in ACTIVE:
+                raise HTTPException(409, "This run is being trained. Stop it first, then delete it.")
+            run.delete()
     except OSError as error:
         raise HTTPException(409, f"The run could not be deleted: {error}. Close what has its files open.") from error
     return RedirectResponse("/", 303)

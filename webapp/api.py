@@ -14,31 +14,44 @@ from trainer_core import adapter_files
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
+from trainer_core.run_dir import RunDir
 from trainer_core.sources import absolute_path, plain
-from webapp import runs
-from webapp.supervisor import RunActive, start_in_background
+from webapp import runs, supervisor
+from webapp.run_queue import RunQueue
+from webapp.supervisor import RunActive, enqueue, start_in_background
 from webapp.uploads import keep
 
 
 def list_runs(request: Request) -> Response:
-    """All runs, newest first."""
-    return JSONResponse({"runs": [runs.as_data(run.summary()) for run in runs.folders(request)]})
+    """All runs, newest first, and the ids of those that wait, the next one first."""
+    folders = runs.folders(request)
+    summaries = [runs.as_data(run.summary()) for run in folders]
+    return JSONResponse({"runs": summaries, "queue": [run.id for run in RunQueue(folders).waiting()]})
 
 
 async def start(request: Request) -> Response:
-    """Start the RunConfig in the body."""
+    """Start the RunConfig in the body, or with `queue=true` let it wait for its turn."""
+    begin = enqueue if wants_queue(request) else start_in_background
     data = await json_object(request)
     try:
         config = await run_in_threadpool(validate, data)
     except ConfigError as error:
         return JSONResponse({"error": "The settings can't be used.", "fields": error.fields}, 422)
     try:
-        run = await run_in_threadpool(start_in_background, runs.folders(request), config)
+        run = await run_in_threadpool(begin, runs.folders(request), config)
     except RunActive as error:
         return JSONResponse({"error": str(error), "active": error.run.id}, 409)
     except OSError as error:
         raise HTTPException(507, f"The run folder can't be written: {error}.") from error
     return JSONResponse({"id": run.id}, 201)
+
+
+def wants_queue(request: Request) -> bool:
+    """Whether the address asks to put the run in the queue. Raises a 400."""
+    asked = request.query_params.get("queue", "false")
+    if asked not in ("true", "false"):
+        raise HTTPException(400, f"queue={asked!r} was given; it takes true or false.")
+    return asked == "true"
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -58,10 +71,44 @@ def show_run(request: Request) -> Response:
 
 
 def stop(request: Request) -> Response:
-    """Ask the trainer to save and stop; answers with the run as it is then."""
+    """Ask the trainer to save and stop, or take the run out of the queue; answers with the run as it is then."""
     run = runs.requested(request)
     run.request_stop()
     return JSONResponse(runs.as_data(run.summary()))
+
+
+def kill(request: Request) -> Response:
+    """End a trainer that was asked to stop and doesn't; answers with the run as it is then."""
+    run = runs.requested(request)
+    kill_trainer(run)
+    return JSONResponse(runs.as_data(run.summary()))
+
+
+def kill_trainer(run: RunDir) -> None:
+    """`supervisor.kill`. Raises a 409 where that is refused."""
+    try:
+        supervisor.kill(run)
+    except supervisor.KillRefused as error:
+        raise HTTPException(409, str(error)) from error
+
+
+async def move(request: Request) -> Response:
+    """Give a waiting run the `position` in the body; answers with the queue."""
+    position = (await json_object(request)).get("position")
+    return JSONResponse({"queue": await run_in_threadpool(move_in_queue, request, position)})
+
+
+def move_in_queue(request: Request, position: object) -> list[str]:
+    """Put the run of the address at `position` of the queue; the ids in their new order. Raises a 409 or 422."""
+    folders, run = runs.folders(request), runs.requested(request)
+    if not isinstance(position, int) or isinstance(position, bool) or position < 1:
+        raise HTTPException(422, f"position is {position!r}; it takes a whole number from 1.")
+    with supervisor.starting(folders):
+        queue = RunQueue(folders)
+        if not run.is_queued():
+            raise HTTPException(409, "This run is not waiting in the queue; it may just have been started.")
+        queue.move(run, position)
+        return [waiting.id for waiting in queue.waiting()]
 
 
 def events(request: Request) -> Response:

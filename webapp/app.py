@@ -8,6 +8,7 @@ from starlette.staticfiles import StaticFiles
 
 from trainer_core.run_dir import RunFolders
 from webapp import actions, api, pages
+from webapp.dispatcher import dispatching
 from webapp.live import live
 from webapp.security import SameOriginOnly
 from webapp.settings import Settings
@@ -15,6 +16,7 @@ from webapp.settings import Settings
 
 def make_app(settings: Settings) -> Starlette:
     """The application over the runs in `settings.home`."""
+    runs = RunFolders(settings.home)
     app = Starlette(
         routes=[
             Route("/", pages.runs_page),
@@ -23,6 +25,8 @@ def make_app(settings: Settings) -> Starlette:
             Route("/runs", actions.start, methods=["POST"]),
             Route("/runs/{run_id}/stop", actions.stop, methods=["POST"]),
             Route("/runs/{run_id}/resume", actions.resume, methods=["POST"]),
+            Route("/runs/{run_id}/kill", actions.kill, methods=["POST"]),
+            Route("/runs/{run_id}/queue", actions.move, methods=["POST"]),
             Route("/runs/{run_id}/delete", actions.delete, methods=["POST"]),
             Route("/runs/{run_id}/checkpoints/{name}/download", actions.download),
             WebSocketRoute("/runs/{run_id}/live", live),
@@ -32,10 +36,13 @@ def make_app(settings: Settings) -> Starlette:
             Route("/api/runs/{run_id}", api.show_run),
             Route("/api/runs/{run_id}/events", api.events),
             Route("/api/runs/{run_id}/stop", api.stop, methods=["POST"]),
+            Route("/api/runs/{run_id}/kill", api.kill, methods=["POST"]),
+            Route("/api/runs/{run_id}/queue", api.move, methods=["POST"]),
             Mount("/static", StaticFiles(directory=pages.ASSETS / "static", packages=[("uplot", "static")])),
         ],
         middleware=[Middleware(SameOriginOnly, host=settings.host)],
         exception_handlers={HTTPException: pages.error_response, Exception: pages.error_response},
+        lifespan=lambda app: dispatching(runs),
     )
-    app.state.runs = RunFolders(settings.home)
+    app.state.runs = runs
     return app

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from webapp.supervisor import RunActive
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; `descant` alone serves. Exit status 2 when it can't start."""
+    if arguments is None:
+        use_utf8()
     given = sys.argv[1:] if arguments is None else arguments
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help", "--version")):
         given = ["serve", *given]
@@ -64,6 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     assert isinstance(status, int)
     return status
+
+
+def use_utf8() -> None:
+    """Take and print names in any language, whatever the locale is set to."""
+    if sys.getfilesystemencoding() != "utf-8":  # fixed once Python has started
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def port(text: str) -> int:

@@ -49,7 +49,7 @@ async def live(websocket: WebSocket) -> None:
                     await websocket.close(NO_SUCH_RUN, "The run was deleted.")
                     return
                 summary = await run_in_threadpool(run.summary)
-                state = (summary.status, summary.exit_status, summary.checkpoints)
+                state = (summary.status, summary.message, summary.may_kill, summary.checkpoints)
                 ended = not summary.active and summary.status != "queued"
                 if state != sent_state:
                     sent_state, changed_at = state, now

@@ -1,6 +1,7 @@
 """The pages a person looks at."""
 
 import re
+import secrets
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,9 +11,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.templating import Jinja2Templates
 
 from trainer_core.formats import FORMATS, PRECISIONS, Kind, describe, refusal
-from trainer_core.run_dir import RunDir, RunSummary
+from trainer_core.run_dir import ACTIVE, RunDir, RunSummary
 from webapp import runs
 from webapp.forms import form_sections, to_values
+from webapp.run_queue import RunQueue
 
 PACKAGE = Path(__file__).parent
 # An installed package carries templates/ and static/ inside; in a checkout they stand beside it.
@@ -21,9 +23,12 @@ templates = Jinja2Templates(ASSETS / "templates")
 
 
 def runs_page(request: Request) -> Response:
-    """All runs, newest first."""
-    summaries = [run.summary() for run in runs.folders(request)]
-    return templates.TemplateResponse(request, "runs.html", {"runs": summaries})
+    """Those that wait, the next one first, then all others, newest first."""
+    folders = runs.folders(request)
+    queue = [run.id for run in RunQueue(folders).waiting()]
+    summaries = {run.id: run.summary() for run in folders}
+    waiting = [summaries.pop(run_id) for run_id in queue if run_id in summaries]
+    return templates.TemplateResponse(request, "runs.html", {"queue": waiting, "runs": list(summaries.values())})
 
 
 def new_run_page(request: Request) -> Response:
@@ -59,14 +64,19 @@ def form_page(
     values: dict[str, str],
     errors: dict[str, str] | None = None,
     error: str | None = None,
+    active: RunDir | None = None,
     status: int = 200,
     draft: bool = False,
 ) -> Response:
-    """The form with these values. Errors of no field of the form join the general one."""
+    """The form with these values. Errors of no field of the form join the general one.
+
+    `active` is the run that stands in the way; by default one that is being trained, if there is one.
+    """
     sections = form_sections(values, errors)
     shown = {field.name for section in sections for field in section.fields}
     others = [f"{name}: {message}" for name, message in (errors or {}).items() if name not in shown]
-    active = runs.folders(request).active()
+    if active is None:
+        active = next((run for run in runs.folders(request).active() if run.status() in ACTIVE), None)
     context = {
         "sections": sections,
         "error": " ".join(filter(None, [error, *others])) or None,
@@ -74,6 +84,7 @@ def form_page(
         "resumed": parent_run(request, values.get("resume_from", "")),
         "resumed_checkpoint": Path(values.get("resume_from", "")).name,
         "draft": draft,
+        "form_token": secrets.token_urlsafe(16),
     }
     return templates.TemplateResponse(request, "new_run.html", context, status_code=status)
 

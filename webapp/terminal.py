@@ -11,7 +11,7 @@ from tqdm import tqdm
 from trainer_core.config import RunConfig
 from trainer_core.events import EventReader
 from trainer_core.run_dir import RunDir, RunFolders
-from webapp.supervisor import record_exit, start
+from webapp.supervisor import start
 
 LOOK_SECONDS = 0.2
 
@@ -21,18 +21,19 @@ def train(runs: RunFolders, config: RunConfig) -> int:
 
     Ctrl-C saves and stops, a second one kills. Raises what `supervisor.start` raises.
     """
-    run, process = start(runs, config)
+    trainer = start(runs, config)
+    run = trainer.run
     print(f"Training in {run.path}", file=sys.stderr)
 
     def interrupt(*_: object) -> None:
         if run.stop.exists():
-            process.kill()
+            trainer.process.kill()
         else:
             print("Saving and stopping; press Ctrl-C again to end it without.", file=sys.stderr)
             run.request_stop()
 
     before = signal.signal(signal.SIGINT, interrupt)
-    waiting = threading.Thread(target=record_exit, args=(run, process))
+    waiting = threading.Thread(target=trainer.record_exit)
     waiting.start()
     try:
         reader = EventReader(run.events)
@@ -73,7 +74,7 @@ def show(bar: "tqdm[Any]", event: dict[str, Any]) -> None:
 def report(run: RunDir) -> int:
     """Print how the run ended and where its log is; returns the exit status for the terminal."""
     summary = run.summary()
-    print(
-        f"{summary.status}: {summary.message or f'exit status {summary.exit_status}, see {run.log}'}", file=sys.stderr
-    )
+    print(f"{summary.status}: {summary.message}", file=sys.stderr)
+    if summary.log_tail:
+        print(f"The trainer's log is {run.log}", file=sys.stderr)
     return 0 if summary.status in ("completed", "stopped") else 1

@@ -3,7 +3,7 @@
 import { clearDraft, markDraftSent, markDraftUnsent, restoreDraft, saveDraft } from "./draft.js";
 
 const form = document.querySelector("[data-config-form]");
-const submitButton = form.querySelector("[type=submit]");
+const submitButtons = form.querySelectorAll("[type=submit]");
 const note = form.querySelector("[data-draft-note]");
 
 markDraftUnsent();
@@ -26,11 +26,20 @@ form.addEventListener("input", () => {
 form.addEventListener("submit", () => {
   saveDraft(form);
   markDraftSent();
-  submitButton.disabled = true;
+  // Not at once: the pressed one says where the form goes.
+  setTimeout(() => enable(false));
 });
 
-// Coming back with the browser's Back button can show the page as it was left: with the button disabled.
-addEventListener("pageshow", () => (submitButton.disabled = false));
+// Coming back with the browser's Back button can show the page as it was left: its form, with the buttons disabled, has
+// been sent, and what is sent from here is another.
+addEventListener("pageshow", (shown) => {
+  enable(true);
+  if (shown.persisted) form.elements.form_token.value = crypto.getRandomValues(new Uint32Array(4)).join("-");
+});
+
+function enable(isEnabled) {
+  for (const button of submitButtons) button.disabled = !isEnabled;
+}
 
 form.querySelector("[data-reset]").addEventListener("click", () => {
   clearDraft();

@@ -9,7 +9,8 @@ const DRAFT = "descant.draft";
 const SENT = "descant.draft.sent";
 
 export function saveDraft(form) {
-  sessionStorage.setItem(DRAFT, JSON.stringify(Object.fromEntries(new FormData(form))));
+  const { form_token, ...typed } = Object.fromEntries(new FormData(form));
+  sessionStorage.setItem(DRAFT, JSON.stringify(typed));
 }
 
 /** Put the draft into the form. Says whether that changed anything. */

@@ -59,18 +59,8 @@ export const capitalized = (word) => word.charAt(0).toUpperCase() + word.slice(1
 
 /** How far a run is, for a list. */
 export function progress(run) {
-  if (run.status === "queued") return "Not started yet";
+  if (run.status === "queued") return "Waits for its turn";
   if (!run.active && !run.step) return "Ended before the first step";
   if (!run.total_steps) return "Getting ready";
   return `Epoch ${count(run.epoch)} of ${count(run.total_epochs)} · step ${count(run.step)} of ${count(run.total_steps)}`;
-}
-
-const SIGNALS = { 1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM" };
-
-/** How a process ended; as in Python, a negative status is the signal that ended it. */
-export function exitStatus(status) {
-  if (status === null) return "exit status unknown, since the Descant that started it had ended";
-  if (status >= 0) return `exit status ${status}`;
-  const name = SIGNALS[-status];
-  return `killed by signal ${-status}${name ? ` (${name})` : ""}`;
 }

@@ -10,6 +10,7 @@ export function showStatus(store, page) {
   const stopForm = find("stop-form");
   const stopButton = find("stop");
   const afterEnd = find("after-end");
+  const killForm = find("kill-form");
   const resumeForm = find("resume-form");
   const trainLonger = find("train-longer");
   const outcome = find("outcome");
@@ -22,18 +23,22 @@ export function showStatus(store, page) {
     const { status, log_tail: logTail } = store.run;
     setText(badge, status);
     badge.dataset.state = status;
-    stopForm.hidden = !store.isActive;
-    afterEnd.hidden = store.isActive;
-    const isResumable = store.run.resume_from !== null || store.run.checkpoints.some((checkpoint) => checkpoint.resumable);
+    stopForm.hidden = store.isFinal;
+    afterEnd.hidden = !store.isFinal;
+    killForm.hidden = !store.run.may_kill;
+    const newest = store.run.checkpoints.findLast((checkpoint) => checkpoint.resumable);
+    const isResumable = store.run.resume_from !== null || newest !== undefined;
+    setText(resumeForm.querySelector("[data-resume]"), `Continue ${newest ? `from step ${format.count(newest.step)}` : "training"}`);
     resumeForm.hidden = !isResumable || status === "completed";
     trainLonger.hidden = !isResumable || status !== "completed";
     if (status === "stopping") disable(stopButton);
+    else if (!stopButton.disabled) setText(stopButton, status === "queued" ? "Cancel" : "Stop and save");
 
     if (outcome.hidden && status === "crashed") log.open = true;
     outcome.hidden = !store.isFinal;
     outcome.dataset.state = status;
     setText(find("outcome-title"), format.capitalized(status));
-    setText(find("outcome-message"), outcomeWords(store.run));
+    setText(find("outcome-message"), store.run.message ?? "");
     log.hidden = !["crashed", "failed"].includes(status);
     setText(find("log-tail"), logTail.join("\n") || "The trainer printed nothing.");
   });
@@ -68,14 +73,6 @@ function connectionWords(store) {
   if (store.connection === "reconnecting") return "Reconnecting…";
   if (store.connection === "deleted") return "This run was deleted.";
   return store.connection === "connected" && store.isActive ? "Live" : "";
-}
-
-function outcomeWords({ status, message, exit_status: code, checkpoints }) {
-  if (status !== "crashed") return message ?? "";
-  const sentences = [`The trainer ended unexpectedly: ${format.exitStatus(code)}.`];
-  if (code === -9) sentences.push("Often this is the system running out of memory.");
-  if (checkpoints.length) sentences.push("The checkpoints below are complete.");
-  return sentences.join(" ");
 }
 
 function titleWords(store) {

@@ -5,6 +5,7 @@ import * as format from "./format.js";
 const INTERVAL = 2000;
 
 const list = document.querySelector("[data-runs]");
+const queueList = document.querySelector("[data-queue]");
 const template = document.querySelector("[data-run-template]");
 const unreachable = document.querySelector("[data-unreachable]");
 
@@ -13,7 +14,14 @@ async function poll() {
     try {
       const answer = await fetch("/api/runs");
       if (!answer.ok) throw new Error(answer.statusText);
-      show((await answer.json()).runs);
+      const { runs, queue } = await answer.json();
+      const waiting = queue.map((id) => runs.find((run) => run.id === id)).filter(Boolean);
+      show(queueList, waiting);
+      waiting.forEach((run, index) => offerPlaces(queueList.children[index], run.id, index + 1, waiting.length));
+      show(list, runs.filter((run) => !waiting.includes(run)));
+      document.querySelector("[data-queue-section]").hidden = waiting.length === 0;
+      document.querySelector("[data-empty]").hidden = runs.length > 0;
+      document.querySelector("[data-new-run]").hidden = runs.length === 0;
       unreachable.textContent = "";
     } catch {
       unreachable.textContent = "Can't reach Descant; trying again…";
@@ -22,7 +30,7 @@ async function poll() {
   setTimeout(poll, INTERVAL);
 }
 
-function show(runs) {
+function show(list, runs) {
   const rows = new Map([...list.children].map((row) => [row.dataset.runRow, row]));
   const ids = new Set(runs.map((run) => run.id));
   for (const [id, row] of rows) if (!ids.has(id)) row.remove();
@@ -32,8 +40,19 @@ function show(runs) {
     // Only rows that are out of place are moved, so that the focus stays on a link.
     if (list.children[index] !== row) list.insertBefore(row, list.children[index] ?? null);
   });
-  document.querySelector("[data-empty]").hidden = runs.length > 0;
-  document.querySelector("[data-new-run]").hidden = runs.length === 0;
+}
+
+/** What can be done with a run that waits at `position`, from 1, of `length`. */
+function offerPlaces(row, id, position, length) {
+  const address = `/runs/${encodeURIComponent(id)}`;
+  const form = (name) => row.querySelector(`[data-cell="${name}"]`);
+  for (const [name, place] of [["earlier", position - 1], ["later", position + 1]]) {
+    form(name).action = `${address}/queue`;
+    form(name).elements.position.value = place;
+    form(name).querySelector("button").disabled = place < 1 || place > length;
+  }
+  form("cancel").action = `${address}/stop`;
+  form("queue").hidden = false;
 }
 
 function fill(row, run) {

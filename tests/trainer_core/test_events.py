@@ -101,20 +101,35 @@ def test_a_damaged_line_comes_as_a_warning_in_its_place(damage: str, tmp_path: P
     assert strict(lines[1])["message"] == "Line 2 of events.jsonl is damaged."
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from trainer_core.events import EventWriter, Warning
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+limit(300)
+writer = EventWriter(Path(sys.argv[1]))
+for number in range(10):
+    writer.write(Warning(message=f"{number} " + "x" * 50))
+limit(resource.RLIM_INFINITY) if sys.argv[2] == "freed" else None
+try:
+    with writer:
+        writer.write(Warning(message="last" + "x" * int(sys.argv[3])))
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "length", "printed", "lines"),
+    [("freed", 0, "", 11), ("full", 0, "File too large\n", 2), ("full", 5 << 20, "File too large\n", 2)],
+)
+def test_events_wait_for_room_on_a_full_disk(then: str, length: int, printed: str, lines: int, tmp_path: Path) -> None:
     """The limit on a file's size stands in for the disk: it too takes a part of a write, then refuses."""
-    code = (
-        "import resource, signal, sys; from pathlib import Path; from trainer_core.events import *\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))\n"
-        "writer = EventWriter(Path(sys.argv[1])); writer.write(Warning(message='fits'))\n"
-        "try: writer.write(Warning(message='x' * 200))\n"
-        "except OSError as error: print(error.strerror)\n"
-        "writer.write(Warning(message='fits'))"
-    )
     path = tmp_path / "events"
-    printed = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "File too large"
-    assert [(strict(line)["seq"], strict(line)["message"]) for line in path.read_text().splitlines()] == [
-        (1, "fits"),
-        (2, "fits"),
-    ]
+    command = [sys.executable, "-c", FULL_DISK, str(path), then, str(length)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == printed
+    whole = path.read_text().split("\n")[:-1]
+    assert [strict(line)["seq"] for line in whole] == list(range(1, lines + 1))

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,12 @@ def write_events(run: RunDir, *events: dict[str, Any]) -> None:
     run.events.write_text("".join(json.dumps(event | {"seq": i}) + "\n" for i, event in enumerate(events, start=1)))
 
 
+def write_checkpoint(run: RunDir, name: str, state: str) -> None:
+    (run.checkpoints / name).mkdir(parents=True)
+    for file in (*ADAPTER_FILES, "state.json"):
+        (run.checkpoints / name / file).write_text(state)
+
+
 def finished(reason: str) -> dict[str, Any]:
     return {"type": "finished", "reason": reason, "message": "m", "step": 4, "epoch": 2}
 
@@ -28,54 +35,132 @@ def finished(reason: str) -> dict[str, Any]:
 PHASE = {"type": "phase", "name": "importing", "message": "m"}
 
 
+CHECKPOINT = "a checkpoint"
+STOP = "stop"
+
+
 @pytest.mark.parametrize(
-    ("log", "alive", "stop", "exit_status", "events", "expected"),
+    ("alive", "files", "exit_status", "events", "expected"),
     [
-        (False, False, False, None, [], "queued"),
-        (False, False, False, None, [PHASE], "crashed"),
-        (False, True, False, None, [PHASE, STARTED], "running"),
-        ("new", False, False, None, [], "starting"),
-        ("old", False, False, None, [], "crashed"),
-        ("new", False, False, -9, [], "crashed"),
-        ("new", True, False, None, [], "starting"),
-        ("old", True, False, None, [PHASE], "starting"),
-        ("old", True, False, None, [PHASE, STARTED], "running"),
-        ("old", True, True, None, [PHASE], "stopping"),
-        ("old", True, True, None, [PHASE, STARTED, STEP], "stopping"),
-        ("new", False, False, None, [PHASE], "crashed"),
-        ("old", False, True, -9, [PHASE, STARTED, STEP], "crashed"),
-        ("old", True, True, None, [PHASE, STARTED, finished("stopped")], "stopped"),
-        ("old", False, True, 0, [PHASE, STARTED, finished("stopped")], "stopped"),
-        ("old", False, False, 0, [PHASE, STARTED, finished("completed")], "completed"),
-        ("old", False, False, 1, [PHASE, STARTED, finished("aborted")], "aborted"),
-        ("old", False, False, 1, [PHASE, finished("failed")], "failed"),
+        # No trainer has been at work: it waits, whatever became of a launch.
+        (False, [], None, None, "queued"),
+        (False, ["trainer.log"], None, None, "queued"),
+        (False, [STOP], None, None, "stopped"),
+        (True, [], None, None, "starting"),
+        (True, [], None, [], "starting"),
+        (True, [], None, [PHASE], "starting"),
+        (True, [], None, [PHASE, STARTED], "running"),
+        (True, [CHECKPOINT], None, [PHASE, STARTED, STEP], "running"),
+        (True, [STOP], None, None, "stopping"),
+        (True, [STOP], None, [PHASE], "stopping"),
+        (True, [STOP], None, [PHASE, STARTED, STEP], "stopping"),
+        # A last word is the truth, while the process still ends and after.
+        *[
+            (alive, files, exit_status, [PHASE, STARTED, STEP, finished(reason)], reason)
+            for reason, exit_status in (("completed", 0), ("stopped", 0), ("aborted", 1), ("failed", 1))
+            for alive, files in ((True, []), (True, [STOP]), (False, []), (False, [STOP]))
+        ],
+        # Without one it was killed or fell, wherever it was.
+        (False, [], None, [], "crashed"),
+        (False, [], None, [PHASE], "crashed"),
+        (False, [], None, [PHASE, STARTED], "crashed"),
+        (False, [STOP], None, [PHASE, STARTED, STEP], "crashed"),
+        (False, [STOP], -9, [PHASE], "crashed"),
+        (False, [], -9, None, "crashed"),
+        (False, [], 0, [PHASE, STARTED, STEP], "crashed"),
+        (False, [CHECKPOINT], None, None, "crashed"),
+        (False, [], None, [PHASE, finished("who knows")], "crashed"),
     ],
 )
 def test_the_status_is_computed_from_the_folder(
-    log: Any,
     alive: bool,
-    stop: bool,
+    files: list[str],
     exit_status: int | None,
-    events: list[dict[str, Any]],
+    events: list[dict[str, Any]] | None,
     expected: Status,
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
-    if log:
-        run.log.touch()
-    if log == "old":
-        os.utime(run.log, (time.time() - 60, time.time() - 60))
-    if stop:
-        run.stop.touch()
+    for file in files:
+        run.checkpoints.mkdir() if file == CHECKPOINT else (run.path / file).touch()
     if exit_status is not None:
-        run.exit_status.write_text(str(exit_status))
-    if events:
+        run.record_exit(exit_status, None)
+    if events is not None:
         write_events(run, *events)
-    if alive:
-        with run.lock():
-            assert run.status() == expected
-    else:
-        assert run.status() == expected
+    with run.lock() if alive else contextlib.nullcontext():
+        summary = run.summary()
+    assert summary.status == expected
+    assert summary.active == (expected in ("starting", "running", "stopping"))
+    assert (summary.message is None) == (expected in ("queued", "starting", "running", "stopping"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "states"),
+    [
+        (
+            ["begin", PHASE, STARTED, STEP, finished("completed"), "end"],
+            "starting starting running running completed completed",
+        ),
+        (["begin", PHASE, STOP, finished("stopped"), "end"], "starting starting stopping stopped stopped"),
+        (["begin", PHASE, STARTED, STOP, STEP, "end"], "starting starting running stopping stopping crashed"),
+        (["begin", PHASE, finished("failed"), "end"], "starting starting failed failed"),
+        (
+            ["begin", PHASE, STARTED, STEP, finished("aborted"), "end"],
+            "starting starting running running aborted aborted",
+        ),
+        (["begin", "end", "begin", PHASE, "end"], "starting queued starting starting crashed"),
+        ([STOP], "stopped"),
+    ],
+)
+def test_a_run_goes_from_state_to_state(changes: list[Any], states: str, tmp_path: Path) -> None:
+    """Each state as a folder is left by what a trainer does next; `end` is its death, at any moment."""
+    run = make_run(tmp_path)
+    assert run.status() == "queued"
+    lock, seen, events = run.lock(), [], []
+    for change in changes:
+        match change:
+            case "begin":
+                lock.acquire()
+            case "end":
+                lock.release()
+            case "stop":
+                run.request_stop()
+            case event:
+                events.append(event)
+                write_events(run, *events)
+        seen.append(run.status())
+    assert " ".join(seen) == states
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "out_of_memory", "was_stopping", "expected"),
+    [
+        (None, None, False, "how is unknown"),
+        (3, None, False, "exit status 3."),
+        (-9, True, False, "ran out of memory and killed"),
+        (-9, None, False, "SIGKILL). Often this is the system running out of memory."),
+        (-9, False, False, "signal 9 (SIGKILL)."),
+        (-9, False, True, "signal 9 (SIGKILL) while it was stopping."),
+        (-11, False, False, "signal 11 (SIGSEGV)."),
+        (-64, None, False, "signal 64"),
+    ],
+)
+def test_a_crash_is_explained_with_the_way_on(
+    exit_status: int | None, out_of_memory: bool | None, was_stopping: bool, expected: str
+) -> None:
+    saved = run_dir.CheckpointInfo("step-000012", 12, 2, 1, None, resumable=True)
+    useless = run_dir.CheckpointInfo("step-000013", 13, 2, 1, None, resumable=False)
+    words = run_dir.explain(exit_status, out_of_memory, was_stopping, [saved, useless])
+    assert expected in words
+    assert words.endswith("It can go on from step 12.")
+    assert run_dir.explain(exit_status, out_of_memory, was_stopping, []).endswith("No checkpoint had been written.")
+
+
+def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for number in (9, 10, 999_999, 1_000_000):
+        write_checkpoint(run, f"step-{number:06d}", f'{{"step": {number}, "epoch": 1}}')
+    assert [saved.step for saved in run.list_checkpoints()] == [9, 10, 999_999, 1_000_000]
 
 
 def test_a_summary_tells_what_the_list_shows(tmp_path: Path) -> None:
@@ -118,7 +203,7 @@ def test_a_crash_shows_the_exit_status_and_the_last_log_lines(tmp_path: Path) ->
     run = make_run(tmp_path)
     write_events(run, PHASE)
     run.log.write_text("".join(f"line {number}\n" for number in range(5000)))
-    run.exit_status.write_text("-9")
+    run.record_exit(-9, None)
     summary = run.summary()
     assert (summary.status, summary.exit_status) == ("crashed", -9)
     assert summary.log_tail[-1] == "line 4999"
@@ -190,14 +275,23 @@ def test_any_name_makes_a_folder_inside_the_home(name: str, tmp_path: Path) -> N
     assert found.summary().name == name
 
 
-def test_a_stop_is_asked_only_of_a_living_trainer(tmp_path: Path) -> None:
+def test_a_stop_is_harmless_once_a_run_has_ended(tmp_path: Path) -> None:
     run = make_run(tmp_path)
+    write_events(run, PHASE)
     run.request_stop()
     assert not run.stop.exists()
+
+
+def test_a_stop_asked_for_twice_is_as_old_as_the_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
     with run.lock():
         run.request_stop()
+        assert not run.summary().may_kill
+        asked = time.time() - run_dir.GRACE_SECONDS
+        os.utime(run.stop, (asked, asked))
         run.request_stop()
-    assert run.stop.exists()
+        assert run.summary().may_kill
+    assert not run.summary().may_kill
 
 
 def test_a_folder_copied_by_hand_is_a_run_like_any_other(tmp_path: Path) -> None:
@@ -228,10 +322,8 @@ def test_an_odd_event_does_not_hide_the_run(first_step: Any, tmp_path: Path) -> 
 def test_an_odd_validation_loss_is_none(loss: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for step, content in ((1, loss), (2, "0.5"), (3, loss)):
-        folder = run.checkpoints / f"step-{step:06d}"
-        folder.mkdir(parents=True)
-        for file in (*ADAPTER_FILES, "state.json"):
-            (folder / file).write_text(f'{{"step": {step}, "epoch": 1, "validation_loss": {content}}}')
+        state = f'{{"step": {step}, "epoch": 1, "validation_loss": {content}}}'
+        write_checkpoint(run, f"step-{step:06d}", state)
     found = run.list_checkpoints()
     assert [saved.validation_loss for saved in found] == [None, 0.5, None]
     assert [saved.best for saved in found] == [False, True, False]
@@ -251,7 +343,5 @@ def test_an_odd_validation_loss_is_none(loss: str, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_does_not_hide_the_whole_ones(state: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for name, content in (("step-000001", '{"step": 1, "epoch": 1}'), ("step-000002", state)):
-        (run.checkpoints / name).mkdir(parents=True)
-        for file in (*ADAPTER_FILES, "state.json"):
-            (run.checkpoints / name / file).write_text(content)
+        write_checkpoint(run, name, content)
     assert [saved.name for saved in run.summary().checkpoints] == ["step-000001"]

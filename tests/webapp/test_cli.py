@@ -56,15 +56,21 @@ def test_only_loopback_is_served(host: str, tmp_path: Path) -> None:
     assert "would let other machines in" in outcome.stderr
 
 
-def test_train_runs_in_the_terminal_in_the_same_kind_of_folder(tmp_path: Path) -> None:
+def test_train_runs_in_the_terminal_in_the_same_kind_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With names in any language, even where the terminal knows ASCII alone."""
+    for name, value in {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    data = tmp_path / "données 音楽"
+    shutil.copytree(FIXTURE / "tensors", data)
     settings = tmp_path / "config.json"
-    settings.write_text(json.dumps(fixture_settings()))
-    outcome = descant("train", settings, "--home", tmp_path / "home")
+    settings.write_text(json.dumps(fixture_settings(name="Лето 夏", dataset={"source": str(data)})), encoding="utf-8")
+    outcome = descant("train", settings, "--home", tmp_path / "дом")
     assert outcome.returncode == 0, outcome.stderr
     assert "completed: Trained 6 steps" in outcome.stderr
-    (run,) = RunFolders(tmp_path / "home")
-    assert run.summary().status == "completed"
-    assert run.exit_status.read_text() == "0"
+    (run,) = RunFolders(tmp_path / "дом")
+    assert (run.summary().status, run.summary().name) == ("completed", "Лето 夏")
+    assert run.load_config().dataset.source == str(data)
+    assert json.loads(run.exit.read_text())["status"] == 0
     assert [saved.step for saved in run.list_checkpoints()] == [6]
 
 

@@ -87,8 +87,7 @@ def test_a_run_that_ended_before_its_own_checkpoint_takes_its_parents_up_again(
 ) -> None:
     parent = str(stopped.checkpoints / "step-000004")
     child = make_run(shared_server.home, resume_from=parent)
-    child.log.touch()
-    child.exit_status.write_text("-9")
+    child.record_exit(-9, None)
     page = shared_server.http.get(f"/runs/new?resume={child.id}").text
     assert f'name="resume_from" type="text" value="{parent}"' in page
     stopped.delete()
