@@ -32,7 +32,7 @@ export function showStatus(store, page) {
     resumeForm.hidden = !isResumable || status === "completed";
     trainLonger.hidden = !isResumable || status !== "completed";
     if (status === "stopping") disable(stopButton);
-    else if (!stopButton.disabled) setText(stopButton, status === "queued" ? "Cancel" : "Stop and save");
+    else if (!stopButton.disabled) setText(stopButton, status === "queued" ? "Take out of the queue" : "Stop and save");
 
     if (outcome.hidden && status === "crashed") log.open = true;
     outcome.hidden = !store.isFinal;

@@ -215,7 +215,7 @@ def test_the_best_checkpoint_is_marked_and_the_mark_moves(shared_server: Server,
     expect(row.get_by_role("link", name="Continue")).to_have_attribute(
         "href", f"/runs/new?resume={run.id}&checkpoint=step-000001"
     )
-    expect(page.get_by_role("button", name="Continue training")).to_be_visible()
+    expect(page.get_by_role("button", name="Continue from step")).to_be_visible()
     expect(page.get_by_role("link", name="Train longer")).to_be_hidden()
 
 

@@ -110,7 +110,7 @@ def test_stop_saves_a_checkpoint_that_can_be_downloaded(server: Server, open_pag
         assert download.value.suggested_filename.endswith(f"-{run.list_checkpoints()[0].name}{suffix}")
         download.value.save_as(tmp_path / chosen)
         assert (tmp_path / chosen).stat().st_size > run.list_checkpoints()[0].bytes / 2
-    page.get_by_role("button", name="Continue training").click()
+    page.get_by_role("button", name="Continue from step").click()
     expect(page.locator("[data-origin]")).to_contain_text(
         f"Continues {run.summary().name}, {run.list_checkpoints()[0].name}"
     )
