@@ -154,21 +154,22 @@ class RunDir:
         """The run's state, from its lock, its last event and the files beside them."""
         return self._look()[0]
 
-    def _look(self) -> tuple[Status, list[dict[str, Any]]]:
-        """The status, and the events it was read from."""
+    def _look(self) -> tuple[Status, dict[str, dict[str, Any]]]:
+        """The status, and the events it was read from, the newest of each type."""
         # The lock first: a trainer that finishes before its events are read has left its last line.
         alive = self.is_alive()
-        window = _window(self.events)
-        return self._status(alive, window), window
+        newest = _newest(self.events)
+        return self._status(alive, newest), newest
 
-    def _status(self, alive: bool, window: list[dict[str, Any]]) -> Status:
-        if window and window[-1]["type"] == "finished" and window[-1].get("reason") in ENDINGS:
-            reason: Status = window[-1]["reason"]
+    def _status(self, alive: bool, newest: dict[str, dict[str, Any]]) -> Status:
+        last = next(iter(newest.values()), {})
+        if last.get("type") == "finished" and last.get("reason") in ENDINGS:
+            reason: Status = last["reason"]
             return reason
         if alive:
             if self.stop.exists():
                 return "stopping"
-            return "running" if any(event["type"] == "started" for event in window) else "starting"
+            return "running" if "started" in newest else "starting"
         if self.was_begun():
             return "crashed"
         return "stopped" if self.stop.exists() else "queued"
@@ -183,14 +184,13 @@ class RunDir:
 
     def summary(self) -> RunSummary:
         """The run as a list shows it. However long the run, only its ends are read."""
-        status, window = self._look()
-        last = {event["type"]: event for event in window}
-        step, started = last.get("step", {}), last.get("started", {})
+        status, newest = self._look()
+        step, started = newest.get("step", {}), newest.get("started", {})
         settings = self.settings()
         ended_badly = status in ("crashed", "failed")
         exit_status, out_of_memory = self._exit() if ended_badly else (None, None)
         checkpoints = self.list_checkpoints()
-        message = last.get("finished", {}).get("message")
+        message = newest.get("finished", {}).get("message")
         if status == "crashed":
             message = explain(exit_status, out_of_memory, self.stop.exists(), checkpoints)
         elif status == "stopped" and message is None:
@@ -413,8 +413,12 @@ def _is_inside(path: Path, folder: Path) -> bool:
         return False
 
 
-def _window(path: Path) -> list[dict[str, Any]]:
-    """The events at the start and at the end of a file; what is cut by the window or damaged is left out."""
+def _newest(path: Path) -> dict[str, dict[str, Any]]:
+    """`started` from the start of a file, and from its end the newest of each type, back to the last step.
+
+    The last event of all comes first. What is cut by the window or damaged is left out, and no line is parsed that is
+    not needed: a list of many runs is looked at every two seconds.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(WINDOW_BYTES)
@@ -423,9 +427,19 @@ def _window(path: Path) -> list[dict[str, Any]]:
             cut = file.tell() > len(head)
             tail = file.read()
     except OSError:
-        return []
+        return {}
     lines = head.split(b"\n")[:-1] + tail.split(b"\n")[1:-1] if cut else (head + tail).split(b"\n")[:-1]
-    return [event for line in lines if (event := parse_line(line))]
+    newest: dict[str, dict[str, Any]] = {}
+    for event in filter(None, map(parse_line, reversed(lines))):
+        newest.setdefault(event["type"], event)
+        if event["type"] == "step":
+            break
+    for event in filter(None, map(parse_line, lines)):
+        if event["type"] == "started":
+            newest.setdefault("started", event)
+        if event["type"] in ("started", "step"):
+            break
+    return newest
 
 
 def _tail(path: Path, most: int) -> list[str]:
