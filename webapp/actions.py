@@ -47,7 +47,7 @@ def resume(request: Request) -> Response:
 def _start(request: Request, data: dict[str, Any], values: dict[str, str]) -> Response:
     """Start the run that `data` describes, or show the form with `values` and every problem."""
     try:
-        config = validate(data)
+        config = validate(data, runs.roots(request))
     except ConfigError as error:
         return form_page(request, values, errors=error.fields, status=422)
     try:

@@ -14,6 +14,7 @@ from trainer_core import adapter_files
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
+from trainer_core.roots import Roots
 from trainer_core.sources import absolute_path, plain
 from webapp import runs
 from webapp.supervisor import RunActive, start_in_background
@@ -29,7 +30,7 @@ async def start(request: Request) -> Response:
     """Start the RunConfig in the body."""
     data = await json_object(request)
     try:
-        config = await run_in_threadpool(validate, data)
+        config = await run_in_threadpool(validate, data, runs.roots(request))
     except ConfigError as error:
         return JSONResponse({"error": "The settings can't be used.", "fields": error.fields}, 422)
     try:
@@ -84,13 +85,20 @@ async def adapter(request: Request) -> Response:
         path = (await json_object(request)).get("path")
         if not isinstance(path, str) or not path.strip():
             raise HTTPException(422, f"path is {path!r}; it takes the path of an adapter's folder or file.")
-        return await run_in_threadpool(_described, lambda: adapter_files.read(Path(absolute_path(path.strip()))))
+        return await run_in_threadpool(_described, lambda: _named(path.strip(), runs.roots(request)))
     try:
-        async with request.form() as form:
+        async with request.form(max_files=8, max_fields=8) as form:
             files = {file.filename or "": file.file for file in form.getlist("files") if isinstance(file, UploadFile)}
             return await run_in_threadpool(_described, lambda: keep(files, runs.folders(request).home))
     except OSError as error:
         raise HTTPException(507, f"The upload can't be kept: {error}.") from error
+
+
+def _named(path: str, roots: Roots) -> AdapterFile:
+    """The adapter at `path`. Raises ValueError for what is none, or outside of `roots`."""
+    place = absolute_path(path)
+    roots.check(place)
+    return adapter_files.read(Path(place))
 
 
 def _described(read: Callable[[], AdapterFile]) -> Response:

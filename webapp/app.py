@@ -7,14 +7,22 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
 from trainer_core.run_dir import RunFolders
-from webapp import actions, api, pages
+from webapp import actions, api, pages, sign_in
+from webapp.api_key import ApiKey
+from webapp.body_limit import BodyLimit
 from webapp.live import live
 from webapp.security import SameOriginOnly
 from webapp.settings import Settings
+from webapp.sign_in import KeyRequired, Session
 
 
 def make_app(settings: Settings) -> Starlette:
     """The application over the runs in `settings.home`."""
+    middleware = [Middleware(SameOriginOnly, settings=settings), Middleware(BodyLimit)]
+    key = ApiKey(settings.api_key) if settings.api_key else None
+    if key:
+        secret = key.cookie_secret(settings.home)
+        middleware += [Middleware(Session, secret=secret, port=settings.port), Middleware(KeyRequired, key=key)]
     app = Starlette(
         routes=[
             Route("/", pages.runs_page),
@@ -32,10 +40,13 @@ def make_app(settings: Settings) -> Starlette:
             Route("/api/runs/{run_id}", api.show_run),
             Route("/api/runs/{run_id}/events", api.events),
             Route("/api/runs/{run_id}/stop", api.stop, methods=["POST"]),
+            *(sign_in.ROUTES if key else []),
             Mount("/static", StaticFiles(directory=pages.ASSETS / "static", packages=[("uplot", "static")])),
         ],
-        middleware=[Middleware(SameOriginOnly, host=settings.host)],
+        middleware=middleware,
         exception_handlers={HTTPException: pages.error_response, Exception: pages.error_response},
     )
     app.state.runs = RunFolders(settings.home)
+    app.state.roots = settings.roots
+    app.state.api_key = key
     return app

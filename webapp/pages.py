@@ -112,8 +112,9 @@ async def error_response(request: Request, error: Exception) -> Response:
     """One error shape: JSON under /api, else a page."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = error.detail if isinstance(error, HTTPException) else "Descant failed here; its terminal tells more."
+    headers = error.headers if isinstance(error, HTTPException) else None
     if message == "Not Found":
         message = "There is nothing at this address."
     if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": message}, status)
-    return templates.TemplateResponse(request, "error.html", {"status": status, "message": message}, status_code=status)
+        return JSONResponse({"error": message}, status, headers)
+    return templates.TemplateResponse(request, "error.html", {"status": status, "message": message}, status, headers)
