@@ -2,6 +2,7 @@
 
 import itertools
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_guessing_in_parallel_is_refused_after_a_few_and_spares_who_is_signed_in
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time by which guesses are slowed."""
     now = [1000.0]
-    monkeypatch.setattr(api_key.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
