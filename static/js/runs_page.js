@@ -12,6 +12,7 @@ async function poll() {
   if (!document.hidden) {
     try {
       const answer = await fetch("/api/runs");
+      if (answer.status === 401) return location.reload(); // signed out in another tab: on to the sign-in page
       if (!answer.ok) throw new Error(answer.statusText);
       show((await answer.json()).runs);
       unreachable.textContent = "";
