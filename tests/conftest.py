@@ -22,6 +22,7 @@ from trainer_core.run_dir import RunDir, RunFolders
 
 # As the trainer sets it, for the tests that train in this process; before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("DESCANT_API_KEY", None)
 
 FIXTURE = Path(__file__).parent / "fixtures" / "acestep-original-base"
 

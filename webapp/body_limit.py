@@ -28,7 +28,7 @@ class BodyLimit:
         most = MAX_UPLOAD_BYTES if is_upload else MAX_BODY_BYTES
         refusal = f"The request is larger than {most >> 20:,} MiB, which this address does not take."
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > most:
+        if length.isdecimal() and int(length) > most:
             await JSONResponse({"error": refusal}, 413, {"Connection": "close"})(scope, receive, send)
             return
         size = 0

@@ -13,6 +13,7 @@ from trainer_core.formats import FORMATS, PRECISIONS, Kind, describe, refusal
 from trainer_core.run_dir import RunDir, RunSummary
 from webapp import runs
 from webapp.forms import form_sections, to_values
+from webapp.security import RESPONSE_HEADERS
 
 PACKAGE = Path(__file__).parent
 # An installed package carries templates/ and static/ inside; in a checkout they stand beside it.
@@ -112,7 +113,8 @@ async def error_response(request: Request, error: Exception) -> Response:
     """One error shape: JSON under /api, else a page."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = error.detail if isinstance(error, HTTPException) else "Descant failed here; its terminal tells more."
-    headers = error.headers if isinstance(error, HTTPException) else None
+    # A failure is answered outside of the middleware that sets these.
+    headers = error.headers if isinstance(error, HTTPException) else RESPONSE_HEADERS
     if message == "Not Found":
         message = "There is nothing at this address."
     if request.url.path.startswith("/api/"):

@@ -205,6 +205,21 @@ def test_guessing_in_parallel_is_refused_after_a_few_and_spares_who_is_signed_in
     assert guarded.http.get("/api/runs").status_code == 200  # with the key, from another
 
 
+def test_an_address_that_is_only_claimed_does_not_count_without_a_proxy(tmp_path: Path) -> None:
+    server = Server(tmp_path / "home", api_key=KEY)
+    try:
+        statuses = [
+            httpx.get(
+                f"{server.address}/api/runs",
+                headers={"Authorization": f"Bearer {number}", "X-Forwarded-For": f"192.0.2.{number}"},
+            ).status_code
+            for number in range(6)
+        ]
+    finally:
+        server.stop()
+    assert statuses == [401] * 5 + [429]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time by which guesses are slowed."""
