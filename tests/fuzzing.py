@@ -39,7 +39,9 @@ def damaged(draw: st.DrawFn, whole: bytes, first: int | None = None) -> bytes:
 def json_values() -> st.SearchStrategy[Any]:
     """Anything that JSON can say, large numbers and odd text too."""
     plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**40)
-    return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner))
+    return st.recursive(
+        plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=8), inner), max_leaves=5
+    )
 
 
 def as_safetensors(header: object) -> bytes:

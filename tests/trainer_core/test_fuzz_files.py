@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@repeatable(150)
+@repeatable(100)
 @given(content=damaged(WEIGHTS, HEADER_BYTES))
 def test_damaged_weights(content: bytes, folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(content)
@@ -41,7 +41,7 @@ def test_damaged_weights(content: bytes, folder: Path) -> None:
         adapter_files.read(folder)
 
 
-@repeatable(150)
+@repeatable(100)
 @given(
     header=json_values()
     | st.dictionaries(
@@ -64,7 +64,7 @@ def test_a_header_that_says_anything(header: object, folder: Path) -> None:
             read(file)
 
 
-@repeatable(150)
+@repeatable(100)
 @given(changes=st.dictionaries(st.sampled_from([*DESCRIBED, "alpha", "decompose_factor"]), json_values(), min_size=1))
 def test_a_config_that_says_anything(changes: dict[str, Any], folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(DESCRIBED | changes))
@@ -81,7 +81,7 @@ def test_a_damaged_models_config(content: bytes, tmp_path: Path) -> None:
         sources.find_model(tmp_path)
 
 
-@repeatable(150)
+@repeatable(100)
 @given(content=damaged(SAMPLE, 2000))
 def test_a_damaged_sample(content: bytes, tmp_path: Path) -> None:
     """F6."""

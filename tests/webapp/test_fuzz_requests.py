@@ -40,7 +40,7 @@ VALUES = st.sampled_from([*ODD, "1e999", "-0", "٣", "9" * 5000, "x" * 5000]) | 
 NAMES = st.sampled_from([*fields(), "model", "adapter", "model.", ".source", "a.b.c", ""]) | st.text(max_size=10)
 
 
-@repeatable(120)
+@repeatable(40)
 @given(posted=st.lists(st.tuples(NAMES, VALUES), max_size=8), multipart=st.booleans())
 def test_any_form_is_answered_in_words(
     posted: list[tuple[str, str]], multipart: bool, busy: tuple[Server, RunDir]
@@ -56,7 +56,7 @@ def test_any_form_is_answered_in_words(
     assert [each.id for each in server.runs] == [run.id]
 
 
-@repeatable(80)
+@repeatable(40)
 @given(
     body=st.binary(max_size=200)
     | damaged(b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.zip"\r\n\r\nPK\r\n--x--\r\n'),

@@ -73,7 +73,7 @@ NOT_CHECKED_OF_BODIES: list[Any] = [*NOT_CHECKED, checks.positive_data_acceptanc
 
 
 @described.parametrize()
-@settings(max_examples=10, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 def test_every_answer_to_any_request_is_as_described(case: Case[Any], busy: tuple[Server, RunDir]) -> None:
     server, run = busy
     if case.path_parameters and len(case.path_parameters.get("run_id", "")) > 3:
