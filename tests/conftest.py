@@ -22,6 +22,7 @@ from trainer_core.run_dir import RunDir, RunFolders
 
 # As the trainer sets it, for the tests that train in this process; before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("DESCANT_API_KEY", None)
 
 FIXTURE = Path(__file__).parent / "fixtures" / "acestep-original-base"
 
@@ -65,10 +66,12 @@ def make_run(home: Path, **changes: Any) -> RunDir:
 
 
 class Server:
-    """`descant serve` as a process."""
+    """`descant serve` as a process, with `options`; with an `api_key` its client sends that."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *options: str, api_key: str | None = None) -> None:
         self.home = home
+        self.options = options
+        self.environment = {"DESCANT_API_KEY": api_key} if api_key else {}
         self.temporary = home.with_name("temporary")
         """Where it makes downloads, apart from those of other servers."""
         self.temporary.mkdir()
@@ -77,17 +80,18 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.address, timeout=30)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=self.address, timeout=30, headers=headers)
         self.start()
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
         command = [sys.executable, "-m", "webapp.cli", "serve", "--no-open"]
         self.process = subprocess.Popen(
-            [*command, "--home", str(self.home), "--port", str(self.port)],
+            [*command, "--home", str(self.home), "--port", str(self.port), *self.options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(self.temporary)},
+            env=os.environ | {"TMPDIR": str(self.temporary)} | self.environment,
         )
         assert self.process.stdout
         assert b"Descant is at" in self.process.stdout.readline()

@@ -16,6 +16,7 @@ LIGHT = {
     "events",
     "exports",
     "formats",
+    "roots",
     "run_dir",
     "sources",
 }

@@ -14,9 +14,18 @@ from trainer_core.adapter_parts import check_kronecker_factor, parts_for
 from trainer_core.config import RunConfig, allowed, fields
 from trainer_core.headers import read_shapes
 from trainer_core.matching import mismatch
+from trainer_core.roots import ANYWHERE, Roots
 
 # Optimizers that come in packages of their own.
 OPTIONAL_PACKAGES = {"prodigy": "prodigyopt", "adamw8bit": "bitsandbytes"}
+
+
+PATH_FIELDS = {
+    "model.source": sources.absolute_model,
+    "dataset.source": sources.absolute_folder,
+    "start_from": sources.absolute_path,
+    "resume_from": sources.absolute_path,
+}
 
 
 class ConfigError(ValueError):
@@ -27,15 +36,22 @@ class ConfigError(ValueError):
         super().__init__("; ".join(f"{name}: {message}" for name, message in self.fields.items()))
 
 
-def validate(data: dict[str, Any]) -> RunConfig:
+def validate(data: dict[str, Any], roots: Roots = ANYWHERE) -> RunConfig:
     """The RunConfig that `data` asks for, its folders looked at too. Raises ConfigError with every problem at once.
 
-    Settings of the adapter that are left out are those of the adapter to start from, if there is one.
+    Settings of the adapter that are left out are those of the adapter to start from, if there is one. Of a folder
+    outside of `roots` nothing is looked at, and of `data` then nothing but the fields by themselves.
     """
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError({"config": "Some text holds half a character (a lone surrogate). Type it again."}) from error
+    if outside := _outside(data, roots):
+        try:
+            RunConfig.model_validate(data)
+        except ValidationError as error:
+            outside = _problems(error) | outside
+        raise ConfigError(outside)
     problems: dict[str, str] = {}
     start = config = None
     try:
@@ -73,6 +89,24 @@ def validate(data: dict[str, Any]) -> RunConfig:
     if problems or not config:
         raise ConfigError(problems)
     return config
+
+
+def _outside(data: dict[str, Any], roots: Roots) -> dict[str, str]:
+    """What is wrong with fields that name a file or folder outside of `roots`, by their names."""
+    problems = {}
+    for name, absolute in PATH_FIELDS.items():
+        section, _, key = name.rpartition(".")
+        group = data.get(section) if section else data
+        given = group.get(key) if isinstance(group, dict) else None
+        try:
+            path = absolute(given.strip()) if isinstance(given, str) and given.strip() else ""
+            if Path(path).is_absolute():  # else it is the demo or a hub id
+                roots.check(path)
+        except sources.SourceError as error:
+            problems[name] = str(error)
+        except ValueError:  # no path at all, which is said with the other fields
+            continue
+    return problems
 
 
 def _adapter_to_start_from(data: dict[str, Any]) -> AdapterFile | None:

@@ -1,6 +1,8 @@
 """Training samples from preprocessed tensors as ACE-Step writes them, every one checked before training starts."""
 
 import re
+import struct
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +17,8 @@ from trainer_core.sources import DEMO, SourceError
 
 LATENT_CHANNELS = 64
 CONTEXT_CHANNELS = 128
+MAX_SAMPLE_BYTES = 256 << 20
+"""Of a file and of each tensor in it: an hour of music takes some 70 MB in fp32, a long condition some 20."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def check_variant(source: str, variant: str) -> None:
 def read_tensors(path: Path) -> dict[str, Any]:
     """The dictionary in a `.pt` file. Nothing but tensors and plain values is ever unpickled."""
     try:
+        _check_size(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise SourceError(
@@ -93,11 +98,27 @@ def read_tensors(path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise SourceError(f"it can't be read: {error.strerror}.") from error
+    except SourceError:
+        raise
     except Exception as error:  # damaged bytes make torch.load raise nearly anything
         raise SourceError("it is cut short or not a tensor file.") from error
     if not isinstance(content, dict):
         raise SourceError(f"it holds a {type(content).__name__}, not a dictionary of tensors.")
     return content
+
+
+def _check_size(path: Path) -> None:
+    """Raise SourceError for a file that takes more memory to read than a sample can need."""
+    size = path.stat().st_size
+    if size > MAX_SAMPLE_BYTES:
+        raise SourceError(f"it has {size >> 20:,} MiB; a sample has no more than {MAX_SAMPLE_BYTES >> 20}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            claimed = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):  # none, or damaged: PyTorch tells
+        return
+    if claimed > size:
+        raise SourceError(f"its parts unpack to {claimed:,} bytes from {size:,}; PyTorch never compresses them.")
 
 
 def check_width(samples: list[Sample], condition_width: int) -> None:
@@ -136,6 +157,9 @@ def _tensor(tensors: dict[str, Any], key: str, shape: tuple[int | None, ...], an
     tensor = tensors.get(key)
     if tensor is None:
         raise SourceError(f'it has no "{key}"; it has {sources.shorten(str(key) for key in tensors) or "nothing"}.')
+    # Its shape and strides may repeat a few bytes without end.
+    if isinstance(tensor, Tensor) and tensor.numel() * tensor.element_size() > MAX_SAMPLE_BYTES:
+        raise SourceError(f"{key} is {list(tensor.shape)}, larger than {MAX_SAMPLE_BYTES >> 20} MiB.")
     if (
         not isinstance(tensor, Tensor)
         or (tensor.layout, tensor.device.type) != (torch.strided, "cpu")

@@ -51,7 +51,7 @@ def _start(request: Request, data: dict[str, Any], values: dict[str, str], token
     """Start or enqueue the run that `data` describes, or show the form with `values` and every problem."""
     begin = enqueue if wants_queue(request) else start_in_background
     try:
-        config = validate(data)
+        config = validate(data, runs.roots(request))
     except ConfigError as error:
         return form_page(request, values, errors=error.fields, status=422)
     try:

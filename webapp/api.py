@@ -1,6 +1,7 @@
 """The same as the pages, as JSON. Every error is {"error": ..., "fields": {...}?}."""
 
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainer_core import adapter_files
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import EventReader
+from trainer_core.roots import Roots
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import absolute_path, plain
 from webapp import runs, supervisor
@@ -34,7 +36,7 @@ async def start(request: Request) -> Response:
     begin = enqueue if wants_queue(request) else start_in_background
     data = await json_object(request)
     try:
-        config = await run_in_threadpool(validate, data)
+        config = await run_in_threadpool(validate, data, runs.roots(request))
     except ConfigError as error:
         return JSONResponse({"error": "The settings can't be used.", "fields": error.fields}, 422)
     try:
@@ -101,13 +103,14 @@ async def move(request: Request) -> Response:
 def move_in_queue(request: Request, position: object) -> list[str]:
     """Put the run of the address at `position` of the queue; the ids in their new order. Raises a 409 or 422."""
     folders, run = runs.folders(request), runs.requested(request)
-    if not isinstance(position, int) or isinstance(position, bool) or position < 1:
+    # JSON's 2.0 is a whole number too.
+    if isinstance(position, bool) or not isinstance(position, int | float) or not 1 <= position < inf or position % 1:
         raise HTTPException(422, f"position is {position!r}; it takes a whole number from 1.")
     with supervisor.starting(folders):
         queue = RunQueue(folders)
         if not run.is_queued():
             raise HTTPException(409, "This run is not waiting in the queue; it may just have been started.")
-        queue.move(run, position)
+        queue.move(run, int(position))
         return [waiting.id for waiting in queue.waiting()]
 
 
@@ -131,13 +134,20 @@ async def adapter(request: Request) -> Response:
         path = (await json_object(request)).get("path")
         if not isinstance(path, str) or not path.strip():
             raise HTTPException(422, f"path is {path!r}; it takes the path of an adapter's folder or file.")
-        return await run_in_threadpool(_described, lambda: adapter_files.read(Path(absolute_path(path.strip()))))
+        return await run_in_threadpool(_described, lambda: _named(path.strip(), runs.roots(request)))
     try:
-        async with request.form() as form:
+        async with request.form(max_files=8, max_fields=8) as form:
             files = {file.filename or "": file.file for file in form.getlist("files") if isinstance(file, UploadFile)}
             return await run_in_threadpool(_described, lambda: keep(files, runs.folders(request).home))
     except OSError as error:
         raise HTTPException(507, f"The upload can't be kept: {error}.") from error
+
+
+def _named(path: str, roots: Roots) -> AdapterFile:
+    """The adapter at `path`. Raises ValueError for what is none, or outside of `roots`."""
+    place = absolute_path(path)
+    roots.check(place)
+    return adapter_files.read(Path(place))
 
 
 def _described(read: Callable[[], AdapterFile]) -> Response:

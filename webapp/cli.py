@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import webbrowser
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trainer_core.config_checks import ConfigError, validate
 from trainer_core.formats import FORMATS, PRECISIONS
 from trainer_core.run_dir import RunDir, RunFolders
 from trainer_core.sources import SourceError
-from webapp.settings import Settings, StartError, default_home, listen, prepare_home
+from webapp.settings import Settings, StartError, allowed_folders, default_home, listen, prepare_home
 from webapp.supervisor import RunActive
 
 
@@ -37,8 +38,34 @@ def main(arguments: list[str] | None = None) -> int:
     home.add_argument("--home", type=Path, default=default_home(), help="where runs are kept (%(default)s)")
 
     serve_parser = commands.add_parser("serve", parents=[home], help="serve the pages (what descant alone does)")
-    serve_parser.add_argument("--host", default=Settings.host, help="a loopback address (%(default)s)")
+    serve_parser.add_argument(
+        "--host",
+        default=Settings.host,
+        help="where to listen; any but a loopback address needs a key (%(default)s)",
+    )
     serve_parser.add_argument("--port", type=port, default=Settings.port, help="(%(default)s)")
+    serve_parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what everybody has to sign in with; others on this machine can see it in the list of processes, so "
+        "better set it as DESCANT_API_KEY",
+    )
+    serve_parser.add_argument(
+        "--allow",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder for models, data sets and adapters, beside the home; without this option all folders on a "
+        "loopback address, none elsewhere",
+    )
+    serve_parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name under which a reverse proxy on this machine passes Descant on; needs a key",
+    )
     serve_parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     serve_parser.set_defaults(command=serve)
 
@@ -88,19 +115,36 @@ def port(text: str) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve the pages until interrupted. Runs go on by themselves."""
-    home = prepare_home(options.home)
-    listening = listen(options.host, options.port)
-    settings = Settings(home, options.host, listening.getsockname()[1])
+    # Taken out of the environment: trainers have no use for it.
+    environment_key = os.environ.pop("DESCANT_API_KEY", None)
+    settings = Settings(
+        prepare_home(options.home),
+        options.host,
+        options.port,
+        environment_key if options.api_key is None else options.api_key,
+        tuple(options.allow_host),
+        allowed_folders(options.allow),
+    )
+    listening = listen(settings.host, settings.port)
+    settings = replace(settings, port=listening.getsockname()[1])
 
     import uvicorn
 
     from webapp.app import make_app
 
-    print(f"Descant is at {settings.address}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
+    who = ", for who has the key" if settings.api_key else ""
+    print(f"Descant is at {settings.address}{who}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
     if not options.no_open and has_browser():
         webbrowser.open(settings.address)  # the socket listens already, so the browser only waits
     end_by_exit()
-    server = uvicorn.Server(uvicorn.Config(make_app(settings), log_level="warning", timeout_graceful_shutdown=2))
+    config = uvicorn.Config(
+        make_app(settings),
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        # Without a proxy anybody could claim another address in its headers and guess the key unslowed.
+        proxy_headers=bool(settings.proxy_names),
+    )
+    server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
     return 0

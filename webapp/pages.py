@@ -15,6 +15,7 @@ from trainer_core.run_dir import ACTIVE, RunDir, RunSummary
 from webapp import runs
 from webapp.forms import form_sections, to_values
 from webapp.run_queue import RunQueue
+from webapp.security import RESPONSE_HEADERS
 
 PACKAGE = Path(__file__).parent
 # An installed package carries templates/ and static/ inside; in a checkout they stand beside it.
@@ -123,8 +124,10 @@ async def error_response(request: Request, error: Exception) -> Response:
     """One error shape: JSON under /api, else a page."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = error.detail if isinstance(error, HTTPException) else "Descant failed here; its terminal tells more."
+    # A failure is answered outside of the middleware that sets these.
+    headers = error.headers if isinstance(error, HTTPException) else RESPONSE_HEADERS
     if message == "Not Found":
         message = "There is nothing at this address."
     if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": message}, status)
-    return templates.TemplateResponse(request, "error.html", {"status": status, "message": message}, status_code=status)
+        return JSONResponse({"error": message}, status, headers)
+    return templates.TemplateResponse(request, "error.html", {"status": status, "message": message}, status, headers)

@@ -29,7 +29,7 @@ class RunQueue:
     def move(self, run: RunDir, position: int) -> None:
         """Put `run`, which waits, at `position`, from 1; beyond the end is the end."""
         order = [other.id for other in self.waiting() if other.id != run.id]
-        order.insert(position - 1, run.id)
+        order.insert(min(position - 1, len(order)), run.id)
         self._write(order)
 
     def update(self) -> None:

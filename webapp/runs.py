@@ -6,6 +6,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
+from trainer_core.roots import Roots
 from trainer_core.run_dir import RunDir, RunFolders, RunSummary
 
 
@@ -14,6 +15,13 @@ def folders(connection: HTTPConnection) -> RunFolders:
     runs = connection.app.state.runs
     assert isinstance(runs, RunFolders)
     return runs
+
+
+def roots(connection: HTTPConnection) -> Roots:
+    """The folders that a request may name models, data sets and adapters in."""
+    roots = connection.app.state.roots
+    assert isinstance(roots, Roots)
+    return roots
 
 
 def requested(connection: HTTPConnection) -> RunDir:

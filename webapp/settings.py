@@ -3,10 +3,17 @@
 import ipaddress
 import socket
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import platformdirs
+
+from trainer_core.roots import ANYWHERE, Roots
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+MIN_KEY_LENGTH = 16
+MAKE_A_KEY = 'python -c "import secrets; print(secrets.token_urlsafe())"'
 
 
 class StartError(ValueError):
@@ -15,16 +22,71 @@ class StartError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """`home` holds the runs; `host` and `port` are where the pages are served."""
+    """`home` holds the runs; `host` and `port` are where the pages are served.
+
+    Raises StartError where others could reach the pages without a key, and for a key that is easily guessed.
+    """
 
     home: Path
     host: str = "127.0.0.1"
     port: int = 8765
+    api_key: str | None = field(default=None, repr=False)
+    """What everybody has to know who talks to the server; None asks for nothing."""
+    proxy_names: tuple[str, ...] = ()
+    """Names under which a reverse proxy passes this server on."""
+    allowed: tuple[Path, ...] = ()
+    """Folders beside the home for models, data sets and adapters."""
+
+    def __post_init__(self) -> None:
+        if self.api_key is None and (self.proxy_names or not self.is_loopback):
+            given = f"--allow-host {self.proxy_names[0]}" if self.proxy_names else f"--host {self.host}"
+            raise StartError(
+                f"{given} lets other machines in, which needs a key that they sign in with: set DESCANT_API_KEY to one "
+                f"made with {MAKE_A_KEY}. Or keep to 127.0.0.1 and reach it through an SSH tunnel: "
+                "ssh -L 8765:127.0.0.1:8765 THIS-MACHINE."
+            )
+        if self.api_key is not None and (
+            len(self.api_key) < MIN_KEY_LENGTH
+            or not (self.api_key.isascii() and self.api_key.isprintable())
+            or " " in self.api_key
+        ):
+            raise StartError(
+                f"The API key has {len(self.api_key)} characters; it takes {MIN_KEY_LENGTH} or more of ASCII without "
+                f"spaces, which nobody can guess. Make one with {MAKE_A_KEY}."
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the address."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def address(self) -> str:
         """The page's address for a browser on this machine."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @cached_property
+    def host_names(self) -> frozenset[str]:
+        """The names that a request may call this server by, in lower case."""
+        names = {self.host, *self.proxy_names}
+        if not self.is_loopback:
+            machine = socket.gethostname()
+            names |= {machine, f"{machine.split('.')[0]}.local"}
+        return LOOPBACK_NAMES | {name.lower() for name in names}
+
+    @cached_property
+    def roots(self) -> Roots:
+        """Where models, data sets and adapters may lie that a request names.
+
+        Everywhere for the person at this machine; who comes from elsewhere gets the home and what is allowed.
+        """
+        if self.is_loopback and not self.proxy_names and not self.allowed:
+            return ANYWHERE
+        return Roots((self.home, *self.allowed))
 
 
 def default_home() -> Path:
@@ -46,17 +108,17 @@ def prepare_home(home: Path) -> Path:
     return home
 
 
+def allowed_folders(folders: list[Path]) -> tuple[Path, ...]:
+    """The folders of --allow as absolute paths. Raises StartError for one that is not there."""
+    found = tuple(folder.expanduser().absolute() for folder in folders)
+    for folder in found:
+        if not folder.is_dir():
+            raise StartError(f"--allow {folder}: there is no such folder.")
+    return found
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to a loopback address. Raises StartError when it is taken or reachable from elsewhere."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise StartError(
-            f"--host {host} would let other machines in, and Descant has no sign-in yet. Use 127.0.0.1, and reach it "
-            "from elsewhere through an SSH tunnel: ssh -L 8765:127.0.0.1:8765 THIS-MACHINE."
-        )
+    """A socket bound to this address. Raises StartError when it is taken or not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows, where SO_REUSEADDR would share the port

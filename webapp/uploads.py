@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 import zipfile
@@ -16,10 +17,16 @@ from trainer_core import adapter_files
 from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
 from trainer_core.adapter_settings import MAX_CONFIG_BYTES
 from trainer_core.run_dir import slug
-from trainer_core.sources import PATH_SEPARATORS, SourceError, shorten
+from trainer_core.sources import PATH_SEPARATORS, SourceError, plain, shorten
 
 MAX_BYTES = {ADAPTER_FILES[0]: MAX_CONFIG_BYTES, ADAPTER_FILES[1]: 16 << 30}
 """Rank 1024 on all layers of the XL model takes some 9 GB in fp32."""
+MAX_UPLOAD_BYTES = sum(MAX_BYTES.values()) + (1 << 20)
+"""Of the request that brings them."""
+MAX_ENTRIES = 1000
+MAX_EXPANSION = 100
+"""Of a zip. Weights hardly shrink; what is all zeros shrinks by a thousand."""
+ENCRYPTED = 1
 PIECE = 1 << 20
 ABANDONED_SECONDS = 24 * 3600
 """After which what a killed server left of an upload is removed."""
@@ -90,11 +97,14 @@ def _unpack(files: Mapping[str, IO[bytes]], folder: Path) -> str:
 
 
 def _unzip(file: IO[bytes], folder: Path) -> None:
-    """Take the two files of a PEFT folder out of a zip, whatever else is in it and wherever in it they are."""
+    """Take the two files of a PEFT folder out of a zip, wherever in it they are, if all that is in it is sound."""
     try:
         with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if problem := _zip_problem(entries):
+                raise SourceError(f"The zip is refused whole: {plain(problem, 300)}.")
             for wanted in ADAPTER_FILES:
-                found = [entry for entry in archive.infolist() if PATH_SEPARATORS.split(entry.filename)[-1] == wanted]
+                found = [entry for entry in entries if entry.filename.split("/")[-1] == wanted]
                 if len(found) != 1:
                     raise SourceError(
                         f"The zip is not that of one PEFT adapter: it has {len(found) or 'no'} files called {wanted}."
@@ -107,6 +117,29 @@ def _unzip(file: IO[bytes], folder: Path) -> None:
         raise
     except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         raise SourceError(f"The zip can't be read: {error}.") from error
+
+
+def _zip_problem(entries: list[zipfile.ZipInfo]) -> str | None:
+    """What is wrong with a zip, by its table of contents. More than that says of a file is never unpacked."""
+    if len(entries) > MAX_ENTRIES:
+        return f"it has {len(entries):,} files, and an adapter's has no more than {MAX_ENTRIES:,}"
+    seen = set()
+    for entry in entries:
+        # As it stands there: `filename` ends at a NUL, and on Windows has other separators.
+        name, kind = entry.orig_filename, stat.S_IFMT(entry.external_attr >> 16)
+        if not name or "\0" in name or "\\" in name or ":" in name or name.startswith("/") or ".." in name.split("/"):
+            return f"{name!r} in it leads out of its folder"
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            return f"{name!r} in it is a link or a device, not a file"
+        if entry.flag_bits & ENCRYPTED:
+            return f"{name!r} in it is encrypted"
+        if name.casefold() in seen:
+            return f"{name!r} is in it twice"
+        seen.add(name.casefold())
+    unpacked, packed = (sum(getattr(entry, size) for entry in entries) for size in ("file_size", "compress_size"))
+    if unpacked > MAX_EXPANSION * packed + MAX_CONFIG_BYTES or unpacked > MAX_UPLOAD_BYTES:
+        return f"it unpacks to {unpacked >> 20:,} MiB from {packed >> 10:,} KiB, which no adapter does"
+    return None
 
 
 def _copy(source: IO[bytes], target: Path) -> None:

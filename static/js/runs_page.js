@@ -13,6 +13,7 @@ async function poll() {
   if (!document.hidden) {
     try {
       const answer = await fetch("/api/runs");
+      if (answer.status === 401) return location.reload(); // signed out in another tab: on to the sign-in page
       if (!answer.ok) throw new Error(answer.statusText);
       const { runs, queue } = await answer.json();
       const waiting = queue.map((id) => runs.find((run) => run.id === id)).filter(Boolean);

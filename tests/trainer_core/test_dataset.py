@@ -1,6 +1,8 @@
 import contextlib
 import pickle
 import random
+import zipfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,13 @@ class Bomb:
         return Path.touch, (self.sentinel,)
 
 
+def pickled(sentinel: Path) -> bytes:
+    """What writes `sentinel` when it is unpickled, as PyTorch saves it."""
+    saved = BytesIO()
+    torch.save({"weights": Bomb(sentinel)}, saved)
+    return saved.getvalue()
+
+
 @pytest.mark.parametrize("writer", ["torch", "pickle"])
 def test_a_pickle_with_code_is_not_run(writer: str, tmp_path: Path) -> None:
     sentinel = tmp_path / "sentinel"
@@ -120,6 +129,30 @@ def test_a_pickle_with_code_is_not_run(writer: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"bomb\.pt: it is not a file of tensors"):
         dataset.load(str(tmp_path))
     assert not sentinel.exists()
+
+
+def test_a_file_that_would_take_too_much_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H5, for samples."""
+    save(tmp_path, "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as stored, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for entry in stored.infolist():
+            content = stored.read(entry) + bytes(50 << 20 if entry.filename.endswith("/data/0") else 0)
+            bomb.writestr(entry.filename, content, zipfile.ZIP_DEFLATED)
+    with (tmp_path / "long.pt").open("wb") as file:
+        file.truncate(dataset.MAX_SAMPLE_BYTES + 1)
+    monkeypatch.setattr(torch, "load", pytest.fail)
+    with pytest.raises(SourceError, match=r"its parts unpack to 52,\d+,\d+ bytes from \d+,\d+;"):
+        dataset.read_tensors(tmp_path / "bomb.pt")
+    with pytest.raises(SourceError, match="it has 256 MiB; a sample has no more than 256"):
+        dataset.read_tensors(tmp_path / "long.pt")
+
+
+def test_a_tensor_that_repeats_a_few_bytes_without_end_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "a.pt", target_latents=torch.zeros(1).expand(10**12, 64))
+    with pytest.raises(SourceError, match=r"target_latents is \[1000000000000, 64\], larger than 256 MiB"):
+        dataset.load(str(tmp_path))
 
 
 def test_padding_of_the_condition_is_removed(tmp_path: Path) -> None:

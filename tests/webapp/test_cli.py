@@ -49,11 +49,26 @@ def test_a_home_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     assert "--home" in outcome.stderr
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com"])
-def test_only_loopback_is_served(host: str, tmp_path: Path) -> None:
-    outcome = descant("serve", "--host", host, "--home", tmp_path, "--no-open")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in, which needs a key"),
+        (["--host", "::"], "ssh -L 8765:127.0.0.1:8765"),
+        (["--host", ""], "lets other machines in"),
+        (["--host", "example.com"], "lets other machines in"),
+        (["--allow-host", "music.example"], "--allow-host music.example lets other machines in"),
+        (["--host", "0.0.0.0", "--api-key", ""], "The API key has 0 characters; it takes 16 or more"),
+        (["--api-key", "fifteen-letters"], "Make one with python -c"),
+        (["--api-key", "sixteen letters!"], "without spaces"),
+        (["--api-key", "sechzehnzeichen\u00e4"], "of ASCII"),
+        (["--allow", "/no/such/folder"], "--allow /no/such/folder: there is no such folder."),
+    ],
+)
+def test_what_would_let_anybody_in_is_refused(options: list[str], words: str, tmp_path: Path) -> None:
+    outcome = descant("serve", *options, "--home", tmp_path, "--no-open")
     assert outcome.returncode == 2
-    assert "would let other machines in" in outcome.stderr
+    assert words in outcome.stderr
+    assert "Traceback" not in outcome.stderr
 
 
 def test_train_runs_in_the_terminal_in_the_same_kind_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

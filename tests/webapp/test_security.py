@@ -1,12 +1,15 @@
 """Who may talk to the server."""
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from tests.conftest import Server, fixture_settings, make_run
+from tests.conftest import FIXTURE, Server, fixture_settings, make_run
 
 FOREIGN = [
     "http://evil.example",
@@ -63,12 +66,60 @@ def test_its_own_pages_and_programs_without_origin_may(shared_server: Server) ->
     assert answer.status_code == 422
 
 
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that takes adapters, models and data sets from the fixtures only."""
+    server = Server(tmp_path_factory.mktemp("limited") / "home", "--allow", str(FIXTURE))
+    yield server
+    server.stop()
+
+
+def test_only_what_lies_in_an_allowed_folder_is_read(limited: Server, tmp_path: Path) -> None:
+    """F2, H2."""
+    assert limited.http.post("/api/adapters", json={"path": str(FIXTURE / "adapter")}).status_code == 200
+    adapter = shutil.copytree(FIXTURE / "adapter", tmp_path / "adapter")
+    for path in (str(adapter), "/etc/passwd", f"{FIXTURE}/../../../README.md", "~", "."):
+        answer = limited.http.post("/api/adapters", json={"path": path})
+        assert answer.status_code == 422
+        assert f"lies outside of {limited.home} and {FIXTURE}, " in answer.json()["error"]
+    answer = limited.http.post("/api/runs", json=fixture_settings(start_from=str(adapter)))
+    assert answer.status_code == 422
+    assert set(answer.json()["fields"]) == {"start_from"}
+    assert "--allow" in limited.http.post("/runs", data={"dataset.source": str(tmp_path)}).text
+
+
+def test_a_run_from_the_terminal_is_continued_from_the_page_only_with_its_folders_allowed(
+    limited: Server, tmp_path: Path
+) -> None:
+    data = shutil.copytree(FIXTURE / "tensors", tmp_path / "tensors")
+    run = make_run(limited.home, dataset={"source": str(data)})
+    shutil.copytree(FIXTURE / "adapter", run.checkpoints / "step-000006")
+    for name in ("state.json", "state.safetensors"):
+        (run.checkpoints / "step-000006" / name).write_text('{"step": 6, "epoch": 1}')
+    answer = limited.http.post(f"/runs/{run.id}/resume")
+    assert answer.status_code == 422
+    assert f"{data} lies outside of" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/js/draft.js", "/runs/x", "/nothing"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_no_answer_lets_another_sites_script_read_it(method: str, path: str, shared_server: Server) -> None:
+    headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for sent in (headers, {"Access-Control-Request-Method": "POST"}):
+        answer = shared_server.http.request(method, path, headers=sent)
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
 @pytest.mark.parametrize("path", ["/", "/runs/new", "/static/css/app.css", "/api/runs", "/nothing"])
 def test_every_answer_forbids_injected_script_and_framing(path: str, shared_server: Server) -> None:
     headers = shared_server.http.get(path).headers
     assert "default-src 'self'" in headers["content-security-policy"]
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert "object-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
 
 
 @pytest.mark.parametrize("path", ["/", "/runs/new"])

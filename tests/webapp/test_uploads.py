@@ -1,6 +1,8 @@
 """Adapters given to the form: read from a path or uploaded, and what is none refused without a trace."""
 
 import os
+import socket
+import stat
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -11,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.conftest import FIXTURE, Server
+from tests.trainer_core.test_dataset import pickled
 from tests.webapp.test_pages import form
 from trainer_core.config import RunConfig
+from trainer_core.sources import SourceError
 from webapp import uploads
 
 CONFIG = (FIXTURE / "adapter" / "adapter_config.json").read_bytes()
@@ -118,18 +122,111 @@ def test_what_is_no_adapter_is_refused_and_nothing_is_kept(
     assert kept(shared_server) == before
 
 
-def test_a_zip_writes_nothing_outside_and_expands_no_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H5."""
-    outside = zipped({"../../../adapter_config.json": CONFIG, "C:\\x\\adapter_model.safetensors": WEIGHTS})
-    found = uploads.keep({"a.zip": BytesIO(outside)}, tmp_path / "home")
-    assert found.weights.is_relative_to(tmp_path / "home" / "adapters")
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+def entry(name: str, mode: int = 0) -> zipfile.ZipInfo:
+    """An entry of exactly this name, which the zipfile module would mend."""
+    made = zipfile.ZipInfo("x")
+    made.filename, made.external_attr = name, mode << 16
+    return made
 
-    monkeypatch.setitem(uploads.MAX_BYTES, "adapter_model.safetensors", 1 << 20)
-    bomb = zipped(FOLDER | {"a/adapter_model.safetensors": bytes(2 << 20)}, zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is larger than 1 MiB"):
-        uploads.keep({"a.zip": BytesIO(bomb)}, tmp_path / "home")
-    assert len(list((tmp_path / "home" / "adapters").iterdir())) == 1
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (entry("../x"), "'../x' in it leads out of its folder"),
+        (entry("a/../../x"), "leads out of its folder"),
+        (entry("/etc/x"), "leads out of its folder"),
+        (entry("a\\..\\x"), "leads out of its folder"),
+        (entry("C:x"), "leads out of its folder"),
+        (entry("a\0b"), "leads out of its folder"),
+        (entry("link", stat.S_IFLNK | 0o777), "'link' in it is a link or a device"),
+        (entry("pipe", stat.S_IFIFO | 0o644), "is a link or a device"),
+        (entry("a/README.md"), "'a/README.md' is in it twice"),
+        (entry("A/Readme.MD"), "is in it twice"),
+    ],
+)
+def test_a_zip_with_one_entry_that_leads_elsewhere_is_refused_whole(
+    odd: zipfile.ZipInfo, words: str, tmp_path: Path
+) -> None:
+    """H5."""
+    archive = BytesIO(WHOLE_ZIP)
+    with zipfile.ZipFile(archive, "a") as opened:
+        opened.writestr(odd, b"/etc/passwd")
+    with pytest.raises(SourceError, match="The zip is refused whole") as caught:
+        uploads.keep({"a.zip": archive}, tmp_path / "home")
+    assert words in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert list((tmp_path / "home" / "adapters").iterdir()) == []
+
+
+def test_a_zip_that_is_encrypted_unpacks_to_far_more_or_lies_about_it_is_refused_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H5. The bomb's 10 GB stand in its table of contents only: nothing must be unpacked to see them."""
+    encrypted = bytearray(WHOLE_ZIP)
+    central = encrypted.find(b"PK\1\2")
+    encrypted[central + 8] |= 1
+    many = zipped({str(number): b"" for number in range(1001)} | FOLDER)
+    huge = bytearray(zipped(FOLDER | {"zeros": bytes(2 << 20)}, zipfile.ZIP_DEFLATED))
+    lying = bytearray(zipped(FOLDER, zipfile.ZIP_DEFLATED))
+    weights = lying.rfind(b"PK\1\2", 0, lying.rfind(b"a/adapter_model"))
+    lying[weights + 24 : weights + 28] = (100).to_bytes(4, "little")
+    zeros = huge.rfind(b"PK\1\2")
+    huge[zeros + 24 : zeros + 28] = (10**9).to_bytes(4, "little")
+    for content, words in (
+        (encrypted, "is encrypted"),
+        (many, "it has 1,004 files"),
+        (huge, "it unpacks to 953 MiB from"),
+        (lying, "can't be read"),
+    ):
+        with pytest.raises(SourceError, match=words):
+            uploads.keep({"a.zip": BytesIO(content)}, tmp_path)
+        assert list((tmp_path / "adapters").iterdir()) == []
+    monkeypatch.setattr(uploads, "MAX_UPLOAD_BYTES", len(WEIGHTS))
+    with pytest.raises(SourceError, match="refused whole: it unpacks to"):
+        uploads.keep({"a.zip": BytesIO(WHOLE_ZIP)}, tmp_path)
+    monkeypatch.setitem(uploads.MAX_BYTES, "adapter_model.safetensors", len(WEIGHTS) - 1)
+    with pytest.raises(SourceError, match=r"is larger than"):
+        uploads.keep({"a.safetensors": BytesIO(AI_TOOLKIT)}, tmp_path)
+    assert list((tmp_path / "adapters").iterdir()) == []
+
+
+def test_a_pickle_among_an_uploads_files_is_not_opened(shared_server: Server, tmp_path: Path) -> None:
+    """H1."""
+    sentinel = tmp_path / "sentinel"
+    bomb = pickled(sentinel)
+    for files in (
+        {"adapter_model.safetensors": bomb, "adapter_config.json": CONFIG},
+        {"a.safetensors": bomb},
+        {"a.bin": bomb},
+        {"a.zip": zipped({"adapter_model.bin": bomb, "adapter_config.json": CONFIG})},
+        {"a.zip": bomb},
+    ):
+        assert upload(shared_server, files).status_code == 422
+    assert not sentinel.exists()
+
+
+def test_a_request_that_is_too_large_is_refused_before_it_is_read_or_as_soon_as_it_is(shared_server: Server) -> None:
+    chunks = b"".join(b"%x\r\n%s\r\n" % (size, b" " * size) for size in [1 << 16] * 16 + [1])
+    for path, kind, most in (
+        ("/api/adapters", "multipart/form-data; boundary=x", uploads.MAX_UPLOAD_BYTES),
+        ("/api/adapters", "application/json", 1 << 20),
+        ("/api/runs", "application/json", 1 << 20),
+        ("/runs", "application/x-www-form-urlencoded", 1 << 20),
+    ):
+        for length, body in (
+            (f"Content-Length: {most + 1}", b""),
+            ("Transfer-Encoding: chunked", chunks),
+        ):
+            if body and most > len(body):
+                continue
+            with socket.create_connection(("127.0.0.1", shared_server.port)) as raw:
+                raw.settimeout(10)
+                request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{length}\r\n\r\n"
+                raw.sendall(request.encode() + body)
+                with raw.makefile("rb") as answer:
+                    assert answer.readline().startswith(b"HTTP/1.1 413 ")
+                    assert f"The request is larger than {most >> 20:,} MiB".encode() in answer.read()
 
 
 def test_one_that_was_damaged_since_is_kept_anew_and_what_a_killed_server_left_goes(tmp_path: Path) -> None:
