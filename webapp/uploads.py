@@ -101,7 +101,7 @@ def _unzip(file: IO[bytes], folder: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            if problem := _zip_problem(entries):
+            if problem := _zip_problem(entries, file.seek(0, os.SEEK_END)):
                 raise SourceError(f"The zip is refused whole: {plain(problem, 300)}.")
             for wanted in ADAPTER_FILES:
                 found = [entry for entry in entries if entry.filename.split("/")[-1] == wanted]
@@ -119,8 +119,8 @@ def _unzip(file: IO[bytes], folder: Path) -> None:
         raise SourceError(f"The zip can't be read: {error}.") from error
 
 
-def _zip_problem(entries: list[zipfile.ZipInfo]) -> str | None:
-    """What is wrong with a zip, by its table of contents. More than that says of a file is never unpacked."""
+def _zip_problem(entries: list[zipfile.ZipInfo], size: int) -> str | None:
+    """What is wrong with a zip of `size` bytes, by its table of contents. No more than that says is ever unpacked."""
     if len(entries) > MAX_ENTRIES:
         return f"it has {len(entries):,} files, and an adapter's has no more than {MAX_ENTRIES:,}"
     seen = set()
@@ -136,9 +136,9 @@ def _zip_problem(entries: list[zipfile.ZipInfo]) -> str | None:
         if name.casefold() in seen:
             return f"{name!r} is in it twice"
         seen.add(name.casefold())
-    unpacked, packed = (sum(getattr(entry, size) for entry in entries) for size in ("file_size", "compress_size"))
-    if unpacked > MAX_EXPANSION * packed + MAX_CONFIG_BYTES or unpacked > MAX_UPLOAD_BYTES:
-        return f"it unpacks to {unpacked >> 20:,} MiB from {packed >> 10:,} KiB, which no adapter does"
+    unpacked = sum(entry.file_size for entry in entries)
+    if unpacked > MAX_EXPANSION * size + MAX_CONFIG_BYTES or unpacked > MAX_UPLOAD_BYTES:
+        return f"it unpacks to {unpacked >> 20:,} MiB from {size >> 10:,} KiB, which no adapter does"
     return None
 
 

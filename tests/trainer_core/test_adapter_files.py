@@ -396,7 +396,8 @@ def test_a_header_without_end_is_not_read(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off_or_none_is_refused(tmp_path: Path) -> None:
     file = changed(tmp_path, lambda tensors: tensors)
     whole = file.read_bytes()
-    for content in (whole[:-1], whole[:100], b"", b"\xff" * 100, b"\2\0\0\0\0\0\0\0[]", whole + b"\0"):
+    endless = (5 << 20).to_bytes(8, "little") + b"{}".ljust(5 << 20)
+    for content in (whole[:-1], whole[:100], b"", b"\xff" * 100, b"\2\0\0\0\0\0\0\0[]", whole + b"\0", endless):
         file.write_bytes(content)
         with pytest.raises(SourceError, match="can't be read as safetensors"):
             adapter_files.read(file)
