@@ -83,12 +83,22 @@ def serve(options: argparse.Namespace) -> int:
     import uvicorn
 
     from webapp.app import make_app
+    from webapp.live import PING_SECONDS
 
     print(f"Descant is at {settings.address}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
     if not options.no_open and has_browser():
         webbrowser.open(settings.address)  # the socket listens already, so the browser only waits
     end_by_exit()
-    server = uvicorn.Server(uvicorn.Config(make_app(settings), log_level="warning", timeout_graceful_shutdown=2))
+    config = uvicorn.Config(
+        make_app(settings),
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        ws="websockets-sansio",
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_SECONDS,
+        ws_per_message_deflate=False,  # work for the processor on a link that has room
+    )
+    server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
     return 0
