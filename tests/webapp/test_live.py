@@ -1,21 +1,29 @@
 """The live stream and the processes behind it: real sockets, real kills."""
 
+import asyncio
 import json
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import uvicorn
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
-from tests.conftest import Server, kill_trainer, make_run, read_events, started, step, wait_for, writing
+from tests.conftest import Server, append_steps, kill_trainer, make_run, read_events, started, step, wait_for, writing
 from trainer_core.events import Finished, Warning
 from trainer_core.run_dir import RunDir
+from webapp import live
+from webapp.cli import server_config
+from webapp.settings import Settings
 
 LONG = {"epochs": 100_000}
 
@@ -27,6 +35,8 @@ class Client:
         self.socket = socket
         self.events: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
+        self.snapshots: list[dict[str, Any]] = []
+        self.heartbeats = 0
         self.close_code: int | None = None
 
     def receive(self, seconds: float) -> None:
@@ -37,6 +47,8 @@ class Client:
                 message = json.loads(self.socket.recv(timeout=left), parse_constant=pytest.fail)
                 self.events += message.get("events", [])
                 self.runs += [message["run"]] if "run" in message else []
+                self.snapshots += [message["snapshot"]] if "snapshot" in message else []
+                self.heartbeats += message == {}
         except TimeoutError:
             pass
         except ConnectionClosed as closed:

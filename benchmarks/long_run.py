@@ -1,0 +1,84 @@
+"""How long a run of a million steps takes to open, and what it does to the server's memory.
+
+`.venv/bin/python -m benchmarks.long_run [--steps 1000000]` writes such a run as a trainer does, asks a fresh server for
+its series, then opens its page in a real Chromium on another fresh server, and once more on the same. The page's time
+goes from the call that opens it to the frame that shows the newest step.
+"""
+
+import argparse
+import math
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.browser.conftest import find_chromium
+from tests.conftest import Server, append_steps, make_run, started, writing
+from trainer_core.run_dir import RunDir
+
+
+def write_run(home: Path, steps: int) -> RunDir:
+    """A run of so many steps that is still going on, its loss falling with noise."""
+    run = make_run(home)
+    with writing(run) as writer:
+        writer.write(started(total_steps=steps))
+    append_steps(run, 2, (0.2 + math.exp(-8 * n / steps) * random.uniform(0.5, 1.5) for n in range(steps)))
+    return run
+
+
+def memory(server: Server) -> float:
+    """The server's own memory in MB."""
+    return float(psutil.Process(server.process.pid).memory_full_info().uss) / 1e6
+
+
+def ask(server: Server, run: RunDir) -> None:
+    """The series over HTTP, from a server that has not seen the run, then from one that has."""
+    before = memory(server)
+    for label in ("first", "again"):
+        began = time.perf_counter()
+        answer = server.http.get(f"/api/runs/{run.id}/series", params={"points": 2000})
+        seconds = time.perf_counter() - began
+        print(f"series, {label}: {seconds:.2f} s, {len(answer.content) / 1e3:.0f} kB", flush=True)
+    print(f"the server's memory: {before:.0f} MB before, {memory(server):.0f} MB after")
+
+
+def open_page(browser: Browser, server: Server, run: RunDir, steps: int) -> float:
+    """Seconds until the page shows the newest step, in a window without a cache."""
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    began = time.perf_counter()
+    page.goto(f"{server.address}/runs/{run.id}", wait_until="commit")
+    page.locator("[data-figure=step]", has_text=f"{steps + 1:,}").wait_for()
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+    seconds = time.perf_counter() - began
+    heap = page.evaluate("performance.memory.usedJSHeapSize / 1e6")
+    print(f"columns of {page.evaluate('document.title')}: the page's heap holds {heap:.0f} MB")
+    page.close()
+    return seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        server = Server(Path(folder) / "home")
+        browser = playwright.chromium.launch(executable_path=find_chromium(playwright), args=["--no-sandbox"])
+        try:
+            run = write_run(server.home, steps)
+            print(f"{steps:,} steps, {run.events.stat().st_size / 1e6:.0f} MB", flush=True)
+            ask(server, run)
+            server.kill()
+            server.start()
+            for label in ("on a server that has not seen the run", "again"):
+                print(f"page, {label}: {open_page(browser, server, run, steps):.2f} s", flush=True)
+        finally:
+            browser.close()
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
