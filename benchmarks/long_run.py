@@ -8,6 +8,7 @@ goes from the call that opens it to the frame that shows the newest step.
 import argparse
 import math
 import random
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -34,29 +35,35 @@ def memory(server: Server) -> float:
     return float(psutil.Process(server.process.pid).memory_full_info().uss) / 1e6
 
 
+def cpu_seconds(server: Server) -> float:
+    """The processor time that the server has had."""
+    return float(sum(psutil.Process(server.process.pid).cpu_times()[:2]))
+
+
 def ask(server: Server, run: RunDir) -> None:
     """The series over HTTP, from a server that has not seen the run, then from one that has."""
     before = memory(server)
     for label in ("first", "again"):
-        began = time.perf_counter()
+        began, used = time.perf_counter(), cpu_seconds(server)
         answer = server.http.get(f"/api/runs/{run.id}/series", params={"points": 2000})
-        seconds = time.perf_counter() - began
-        print(f"series, {label}: {seconds:.2f} s, {len(answer.content) / 1e3:.0f} kB", flush=True)
+        seconds, used = time.perf_counter() - began, cpu_seconds(server) - used
+        size = len(answer.content) / 1e3
+        print(f"series, {label}: {seconds:.2f} s, of which the processor {used:.2f} s, {size:.0f} kB", flush=True)
     print(f"the server's memory: {before:.0f} MB before, {memory(server):.0f} MB after")
 
 
-def open_page(browser: Browser, server: Server, run: RunDir, steps: int) -> float:
-    """Seconds until the page shows the newest step, in a window without a cache."""
+def open_page(browser: Browser, server: Server, run: RunDir, steps: int) -> str:
+    """Seconds until the page shows the newest step, in a window without a cache, and the page's memory then."""
+    shown = f"^{steps + 1:,}$" if steps else "."
     page = browser.new_page(viewport={"width": 1440, "height": 1000})
     began = time.perf_counter()
     page.goto(f"{server.address}/runs/{run.id}", wait_until="commit")
-    page.locator("[data-figure=step]", has_text=f"{steps + 1:,}").wait_for()
+    page.locator("[data-figure=step]", has_text=re.compile(shown)).wait_for()
     page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
     seconds = time.perf_counter() - began
     heap = page.evaluate("performance.memory.usedJSHeapSize / 1e6")
-    print(f"columns of {page.evaluate('document.title')}: the page's heap holds {heap:.0f} MB")
     page.close()
-    return seconds
+    return f"{seconds:.2f} s, its heap {heap:.0f} MB"
 
 
 def main() -> None:
@@ -73,8 +80,9 @@ def main() -> None:
             ask(server, run)
             server.kill()
             server.start()
+            open_page(browser, server, make_run(server.home), 0)  # Chromium itself starts slowly
             for label in ("on a server that has not seen the run", "again"):
-                print(f"page, {label}: {open_page(browser, server, run, steps):.2f} s", flush=True)
+                print(f"page, {label}: {open_page(browser, server, run, steps)}", flush=True)
         finally:
             browser.close()
             server.stop()

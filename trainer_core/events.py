@@ -240,7 +240,7 @@ class EventReader:
             while self.offset < end and (data := self.read_bytes(min(READ_BYTES, end - self.offset))):
                 self.seq += data.count(b"\n")
 
-    def read_bytes(self, most: int) -> bytes:
+    def read_bytes(self, most: int = READ_BYTES) -> bytes:
         """The next complete lines as they are on disk; `seq` is left to the caller, who has to count them anyhow."""
         try:
             with self._path.open("rb") as file:

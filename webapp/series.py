@@ -24,7 +24,6 @@ from webapp.thinning import averages, choose, spread
 LEAST_POINTS, DEFAULT_POINTS, MOST_POINTS = 100, 2000, 10_000
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "seconds", "time", "memory_bytes")
 FEED_LENGTH = 200
-READ_BYTES = 1 << 20
 REMEMBERED_RUNS = 4
 NAN = float("nan")
 
@@ -83,7 +82,7 @@ class Series:
         """The series as JSON, and the `seq` it reaches to. Raises OSError when the file has just been deleted."""
         with self._lock:
             start = self._reader.offset
-            while data := self._reader.read_bytes(READ_BYTES):
+            while data := self._reader.read_bytes():
                 self._take(data, start)
                 start = self._reader.offset
             with self._events.open("rb") if start else BytesIO() as file:

@@ -3,8 +3,6 @@
  * to what is missing whenever the connection is cut, also where nobody says so.
  */
 
-import { POINTS } from "./run_store.js";
-
 const FIRST_DELAY = 500;
 const LONGEST_DELAY = 5000;
 /** The server sends something every ten seconds; without anything for so long the connection is dead. */
@@ -28,7 +26,8 @@ export class RunSocket {
   constructor(store, runId) {
     this.#store = store;
     const id = encodeURIComponent(runId);
-    this.#series = `/api/runs/${id}/series?points=${POINTS}`;
+    // Just as the page's head has it, which asks for the first one.
+    this.#series = `/api/runs/${id}/series`;
     this.#live = new URL(`/runs/${id}/live`, location.href);
     this.#live.protocol = location.protocol === "https:" ? "wss:" : "ws:";
     store.addEventListener("gap", () => this.#comeBack());

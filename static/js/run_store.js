@@ -5,8 +5,8 @@
  * that it held (an event type, or "run"), so a view does its work once a message, not once an event.
  */
 
-/** How many steps of a long run are asked for. Twice as many are kept before they are thinned again: "crowded". */
-export const POINTS = 2000;
+/** Twice what a series has at most; with more the columns are "crowded" and want to be thinned again. */
+const MOST_STEPS = 4000;
 /** As webapp/thinning.py has it, whose average goes on here. */
 const SMOOTHING = 0.95;
 const FEED_LENGTH = 200;
@@ -117,7 +117,7 @@ export class RunStore extends EventTarget {
       kinds.add(event.type);
     }
     if (hasGap) kinds.add("gap");
-    if (this.columns.step.length > 2 * POINTS) kinds.add("crowded");
+    if (this.columns.step.length > MOST_STEPS) kinds.add("crowded");
     for (const kind of kinds) this.dispatchEvent(new Event(kind));
   }
 
