@@ -37,7 +37,7 @@ COMPARE = """async ([id, fields]) => {
     const live = new RunStore();
     live.receive({ events: events.slice(0, -1) });
     const loaded = new RunStore();
-    loaded.load(JSON.parse(window.snapshot));
+    loaded.receive({ snapshot: JSON.parse(window.snapshot) });
     const before = [seen(live), seen(loaded)].map((fields) => JSON.parse(JSON.stringify(fields)));
     for (const store of [live, loaded]) store.receive({ events: events.slice(-1) });
     return [before, [seen(live), seen(loaded)]];
