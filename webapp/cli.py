@@ -105,7 +105,7 @@ def server_config(settings: Settings) -> "uvicorn.Config":
     return uvicorn.Config(
         make_app(settings),
         log_level="warning",
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=1,
         ws="websockets-sansio",
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,

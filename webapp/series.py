@@ -25,7 +25,6 @@ LEAST_POINTS, DEFAULT_POINTS, MOST_POINTS = 100, 2000, 10_000
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "seconds", "time", "memory_bytes")
 FEED_LENGTH = 200
 REMEMBERED_RUNS = 4
-NAN = float("nan")
 
 
 def series(request: Request) -> Response:
