@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,15 @@ def step(number: int, **changes: Any) -> Step:
     """A `step` event, with some fields set otherwise."""
     event = Step(step=number, epoch=1, loss=0.5, learning_rate=1e-4, grad_norm=1, seconds=0.1, memory_bytes=10**9)
     return event.model_copy(update=changes)
+
+
+def append_steps(run: RunDir, first: int, losses: Iterable[float], **changes: Any) -> None:
+    """Steps as `EventWriter` would write them, a hundred times as fast: the first is step and `seq` `first`."""
+    line = step(first, **changes).model_dump_json().replace("%", "%%")
+    for field, number in {"seq": "%d", "time": "%.6f", "step": "%d", "loss": "%.17g"}.items():
+        line = re.sub(rf'"{field}":[^,]+', f'"{field}":{number}', line)
+    began = time.time()
+    with run.events.open("a", encoding="utf-8") as file:
+        file.writelines(
+            f"{line % (number, began + number / 1000, number, loss)}\n" for number, loss in enumerate(losses, first)
+        )

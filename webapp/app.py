@@ -13,8 +13,10 @@ from webapp.body_limit import BodyLimit
 from webapp.dispatcher import dispatching
 from webapp.live import live
 from webapp.security import SameOriginOnly
+from webapp.series import series
 from webapp.settings import Settings
 from webapp.sign_in import KeyRequired, Session
+from webapp.trainer_log import trainer_log
 
 
 def make_app(settings: Settings) -> Starlette:
@@ -37,6 +39,7 @@ def make_app(settings: Settings) -> Starlette:
             Route("/runs/{run_id}/queue", actions.move, methods=["POST"]),
             Route("/runs/{run_id}/delete", actions.delete, methods=["POST"]),
             Route("/runs/{run_id}/checkpoints/{name}/download", actions.download),
+            Route("/runs/{run_id}/log", trainer_log),
             WebSocketRoute("/runs/{run_id}/live", live),
             Route("/api/runs", api.list_runs),
             Route("/api/runs", api.start, methods=["POST"]),
@@ -44,6 +47,7 @@ def make_app(settings: Settings) -> Starlette:
             Route("/api/openapi.json", openapi.show),
             Route("/api/runs/{run_id}", api.show_run),
             Route("/api/runs/{run_id}/events", api.events),
+            Route("/api/runs/{run_id}/series", series),
             Route("/api/runs/{run_id}/stop", api.stop, methods=["POST"]),
             Route("/api/runs/{run_id}/kill", api.kill, methods=["POST"]),
             Route("/api/runs/{run_id}/queue", api.move, methods=["POST"]),
@@ -57,4 +61,5 @@ def make_app(settings: Settings) -> Starlette:
     app.state.runs = runs
     app.state.roots = settings.roots
     app.state.api_key = key
+    app.state.watches = {}
     return app

@@ -11,6 +11,7 @@ import webbrowser
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.formats import FORMATS, PRECISIONS
@@ -18,6 +19,9 @@ from trainer_core.run_dir import RunDir, RunFolders
 from trainer_core.sources import SourceError
 from webapp.settings import Settings, StartError, allowed_folders, default_home, listen, prepare_home
 from webapp.supervisor import RunActive
+
+if TYPE_CHECKING:
+    import uvicorn
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,24 +134,34 @@ def serve(options: argparse.Namespace) -> int:
 
     import uvicorn
 
-    from webapp.app import make_app
-
     who = ", for who has the key" if settings.api_key else ""
     print(f"Descant is at {settings.address}{who}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
     if not options.no_open and has_browser():
         webbrowser.open(settings.address)  # the socket listens already, so the browser only waits
     end_by_exit()
-    config = uvicorn.Config(
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(server_config(settings)).run(sockets=[listening])
+    return 0
+
+
+def server_config(settings: Settings) -> "uvicorn.Config":
+    """How the pages are served."""
+    import uvicorn
+
+    from webapp.app import make_app
+    from webapp.live import PING_SECONDS
+
+    return uvicorn.Config(
         make_app(settings),
         log_level="warning",
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=1,
         # Without a proxy anybody could claim another address in its headers and guess the key unslowed.
         proxy_headers=bool(settings.proxy_names),
+        ws="websockets-sansio",
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_SECONDS,
+        ws_per_message_deflate=False,  # work for the processor, and nothing is short of room on this machine
     )
-    server = uvicorn.Server(config)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
-    return 0
 
 
 def end_by_exit() -> None:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from trainer_core.config import RunConfig
 from trainer_core.events import Event
 from trainer_core.run_dir import RunSummary
+from webapp.series import DEFAULT_POINTS, LEAST_POINTS, MOST_POINTS
 
 JSON, LINES, FORM = "application/json", "application/x-ndjson", "multipart/form-data"
 
@@ -116,6 +117,12 @@ AFTER = {
     "description": "The seq of the last event you have.",
     "schema": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1, "default": 0},
 }
+POINTS = {
+    "name": "points",
+    "in": "query",
+    "description": "How many steps to give at most; `seq` tells after which event the live stream goes on.",
+    "schema": {"type": "integer", "minimum": LEAST_POINTS, "maximum": MOST_POINTS, "default": DEFAULT_POINTS},
+}
 WAIT = {
     "name": "queue",
     "in": "query",
@@ -130,6 +137,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/api/runs/{run_id}"): Operation("One run", "RunSummary", errors=(404,)),
     ("GET", "/api/runs/{run_id}/events"): Operation(
         "Its events after one, an Event as JSON on each line", LINES, errors=(400, 404), query=(AFTER,)
+    ),
+    ("GET", "/api/runs/{run_id}/series"): Operation(
+        "Its history as columns, thinned so that peaks and bad points stay", JSON, errors=(400, 404), query=(POINTS,)
     ),
     ("POST", "/api/runs/{run_id}/stop"): Operation(
         "Ask the trainer to save and stop, or take the run out of the queue", "RunSummary", errors=(404,)

@@ -2,7 +2,7 @@
 
 const LEAST_STEPS = 10;
 const SAMPLED = 2000;
-const QUANTILE = 0.995;
+const QUANTILE = 0.98;
 
 /** Distances between the marks of the step axis: whole numbers only, there is no half step. */
 export const STEP_TICKS = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
@@ -15,7 +15,7 @@ export function stepRange({ columns, skips }) {
   return [start, Math.max(newest, start + LEAST_STEPS)];
 }
 
-/** Around the losses in sight. The highest half percent may be cut off, or one outlier would flatten the rest. */
+/** Around the losses in sight. The highest two percent may be cut off, or a few outliers, which thinning keeps, would flatten the rest. */
 export function lossRange({ columns: { step, loss, smoothed }, validations }, [min, max]) {
   const inSight = (values) => values.filter((value, index) => value !== null && step[index] >= min && step[index] <= max);
   const averages = inSight(smoothed);

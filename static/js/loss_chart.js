@@ -25,7 +25,7 @@ export function showLossChart(store, page) {
     {
       ...sizeOf(container),
       legend: { show: false },
-      padding: [8, 24, 0, 0],
+      padding: [8, 32, 0, 0],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => setZoom(null) } },
       scales: {
         x: { time: false, range: stepsInSight },

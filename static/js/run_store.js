@@ -1,10 +1,13 @@
 /**
  * What the page knows of one run: its summary as the server last sent it, and its events as columns.
  *
- * Only `receive` and `setConnection` change it. After each message one DOM event is dispatched for each kind that
- * it held (an event type, or "run"), so a view does its work once a message, not once an event.
+ * Only `load`, `receive` and `setConnection` change it. After each message one DOM event is dispatched for each kind
+ * that it held (an event type, or "run"), so a view does its work once a message, not once an event.
  */
 
+/** Twice what a series has at most; with more the columns are "crowded" and want to be thinned again. */
+const MOST_STEPS = 4000;
+/** As webapp/thinning.py has it, whose average goes on here. */
 const SMOOTHING = 0.95;
 const FEED_LENGTH = 200;
 const PACE_STEPS = 50;
@@ -74,9 +77,27 @@ export class RunStore extends EventTarget {
   #average = 0;
   #averageWeight = 0;
 
+  /** Begin again with the run as it was after the event `seq`: all that `receive` would have made of it, thinned. */
+  load(snapshot) {
+    this.lastSeq = snapshot.seq;
+    this.columns = snapshot.columns;
+    [this.#average, this.#averageWeight] = snapshot.average;
+    this.skips = snapshot.skips;
+    this.validations = snapshot.validations;
+    this.savedSteps = snapshot.saved_steps;
+    this.started = snapshot.started;
+    this.phase = snapshot.phase;
+    this.finished = snapshot.finished;
+    this.firstTime = snapshot.first_time;
+    this.lastTime = snapshot.last_time;
+    this.feed = snapshot.feed.filter((event) => Object.hasOwn(handlers, event.type));
+    for (const kind of Object.keys(handlers)) this.dispatchEvent(new Event(kind));
+  }
+
   /** Take in one message of the server. A gap in the numbers ends it with a "gap" event: the rest has to be asked for again. */
-  receive({ run, events = [] }) {
+  receive({ run, snapshot, events = [] }) {
     const kinds = new Set();
+    if (snapshot) this.load(snapshot);
     let hasGap = false;
     if (run) {
       this.run = run;
@@ -87,12 +108,16 @@ export class RunStore extends EventTarget {
       hasGap = event.seq > this.lastSeq + 1;
       if (hasGap) break;
       this.lastSeq = event.seq;
-      this.firstTime ??= event.time;
-      this.lastTime = event.time;
+      // That of a damaged line is not known.
+      if (event.time) {
+        this.firstTime ??= event.time;
+        this.lastTime = event.time;
+      }
       if (Object.hasOwn(handlers, event.type)) handlers[event.type](this, event);
       kinds.add(event.type);
     }
     if (hasGap) kinds.add("gap");
+    if (this.columns.step.length > MOST_STEPS) kinds.add("crowded");
     for (const kind of kinds) this.dispatchEvent(new Event(kind));
   }
 

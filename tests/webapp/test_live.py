@@ -1,21 +1,29 @@
 """The live stream and the processes behind it: real sockets, real kills."""
 
+import asyncio
 import json
+import re
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import uvicorn
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
-from tests.conftest import Server, kill_trainer, make_run, read_events, started, step, wait_for, writing
+from tests.conftest import Server, append_steps, kill_trainer, make_run, read_events, started, step, wait_for, writing
 from trainer_core.events import Finished, Warning
 from trainer_core.run_dir import RunDir
+from webapp import live
+from webapp.cli import server_config
+from webapp.settings import Settings, listen
 
 LONG = {"epochs": 100_000}
 
@@ -27,6 +35,8 @@ class Client:
         self.socket = socket
         self.events: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
+        self.snapshots: list[dict[str, Any]] = []
+        self.heartbeats = 0
         self.close_code: int | None = None
 
     def receive(self, seconds: float) -> None:
@@ -37,6 +47,8 @@ class Client:
                 message = json.loads(self.socket.recv(timeout=left), parse_constant=pytest.fail)
                 self.events += message.get("events", [])
                 self.runs += [message["run"]] if "run" in message else []
+                self.snapshots += [message["snapshot"]] if "snapshot" in message else []
+                self.heartbeats += message == {}
         except TimeoutError:
             pass
         except ConnectionClosed as closed:
@@ -51,17 +63,46 @@ class Client:
 
         wait_for(check, what, seconds)
 
+    def follow(self, after: int, last: int) -> None:
+        """Receive the events behind `after` up to `last`, each the one after the one before, and keep none."""
+        while after < last:
+            for seq in re.findall(r'"seq":(\d+)', str(self.socket.recv(timeout=30))):
+                assert int(seq) == after + 1
+                after += 1
+
     @property
     def seqs(self) -> list[int]:
         return [event["seq"] for event in self.events]
 
 
 @contextmanager
-def page(server: Server, run: RunDir, after: int | str = 0) -> Iterator[Client]:
+def page(server: Server | str, run: RunDir, after: int | str = 0) -> Iterator[Client]:
     """A socket as a page of the server opens it."""
-    address = f"ws://127.0.0.1:{server.port}/runs/{run.id}/live?after={after}"
-    with connect(address, origin=Origin(server.address)) as socket:
+    address = server if isinstance(server, str) else server.address
+    live_address = f"{address.replace('http', 'ws')}/runs/{run.id}/live?after={after}"
+    with connect(live_address, origin=Origin(address), close_timeout=1) as socket:
         yield Client(socket)
+
+
+@contextmanager
+def serving_here(home: Path) -> Iterator[tuple[str, Callable[[], tuple[int, int]]]]:
+    """A server in this process: its address, and how many tasks and watches it has."""
+    listening = listen("127.0.0.1", 0)
+    settings = Settings(home, "127.0.0.1", listening.getsockname()[1])
+    config = server_config(settings)
+    server, loop = uvicorn.Server(config), asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listening])))
+    thread.start()
+
+    async def count() -> tuple[int, int]:
+        return len(asyncio.all_tasks()), len(config.app.state.watches)
+
+    wait_for(lambda: server.started, "the server")
+    yield settings.address, lambda: asyncio.run_coroutine_threadsafe(count(), loop).result(10)
+    server.should_exit = True
+    thread.join(10)
+    listening.close()
+    loop.close()
 
 
 def test_every_client_gets_the_whole_history_then_what_is_new(shared_server: Server) -> None:
@@ -157,17 +198,71 @@ def test_a_damaged_line_does_not_end_the_stream(shared_server: Server) -> None:
     assert client.events[1]["message"] == "Line 2 of events.jsonl is damaged."
 
 
-def test_clients_that_vanish_disturb_nobody(shared_server: Server) -> None:
-    """G6, in small: many leave without a word, one stops reading; the rest get everything."""
-    run = make_run(shared_server.home)
-    with writing(run) as writer, page(shared_server, run) as healthy, page(shared_server, run):
-        for _ in range(20):
-            with page(shared_server, run) as vanishing:
-                vanishing.socket.socket.close()
-        for number in range(1, 2001):
-            writer.write(step(number))
-        healthy.until(lambda: healthy.seqs and healthy.seqs[-1] == 2000, "all events")
-    assert healthy.seqs == list(range(1, 2001))
+def test_a_client_comes_back_to_a_restarted_server_without_gap_or_repeat(server: Server) -> None:
+    """To what the server has in memory, and to what is so old that it is read from the file."""
+    run = make_run(server.home)
+    with run.lock():
+        append_steps(run, 1, [0.5] * 30_000)
+        with page(server, run) as before:
+            before.until(lambda: len(before.events) > 1000, "some events")
+            server.kill()
+            before.until(lambda: before.close_code, "the cut")
+        append_steps(run, 30_001, [0.25] * 20_000)
+        server.start()
+        with page(server, run, before.seqs[-1]) as old, page(server, run, 49_999) as recent:
+            append_steps(run, 50_001, [0.125] * 10)
+            old.until(lambda: old.seqs and old.seqs[-1] == 50_010, "the rest")
+            recent.until(lambda: recent.seqs and recent.seqs[-1] == 50_010, "the newest")
+    assert before.seqs + old.seqs == list(range(1, 50_011))
+    assert recent.seqs == list(range(50_000, 50_011))
+
+
+def test_a_slow_reader_is_given_a_snapshot_and_costs_nobody_anything(server: Server) -> None:
+    """50 MB go by one that doesn't read: the other gets all of it, and the server keeps none of it."""
+    run = make_run(server.home)
+    append_steps(run, 1, [0.5] * 10)
+    measured = psutil.Process(server.process.pid)
+    with run.lock(), page(server, run) as slow, page(server, run) as healthy:
+        slow.until(lambda: len(slow.events) == 10, "the first events")
+        healthy.follow(0, 10)
+        before, most = measured.memory_full_info().uss, 0
+        for seq in range(10, 320_000, 10_000):
+            append_steps(run, seq + 1, [0.25] * 10_000)
+            healthy.follow(seq, seq + 10_000)
+            most = max(most, measured.memory_full_info().uss)
+        assert run.events.stat().st_size > 50e6
+        assert most - before < 20e6
+        slow.until(lambda: slow.snapshots, "the snapshot")
+        append_steps(run, 320_011, [0.125] * 5)
+        slow.until(lambda: slow.seqs[-1] == 320_015, "what came after it")
+    snapshot = slow.snapshots[0]
+    received = slow.seqs.index(snapshot["seq"] + 1)
+    assert slow.seqs[:received] == list(range(1, received + 1))
+    assert received < 200_000
+    assert slow.seqs[received:] == list(range(snapshot["seq"] + 1, 320_016))
+    assert len(snapshot["columns"]["step"]) <= 2000
+
+
+def test_clients_that_vanish_or_stop_reading_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G6."""
+    monkeypatch.setattr(live, "HEARTBEAT_SECONDS", 1.0)
+    monkeypatch.setattr(live, "GONE_SECONDS", 2.0)
+    run = make_run(tmp_path / "home")
+    append_steps(run, 1, [0.5] * 100_000)
+    with serving_here(tmp_path / "home") as (address, tasks_and_watches), run.lock():
+        tasks, watches = tasks_and_watches()
+        assert watches == 0
+        with page(address, run, 100_000) as healthy, page(address, run):  # which reads nothing of 18 MB
+            for _ in range(50):
+                with page(address, run, 99_000) as vanishing:
+                    vanishing.socket.socket.close()
+            append_steps(run, 100_001, [0.25] * 1000)
+            healthy.until(lambda: healthy.seqs and healthy.seqs[-1] == 101_000, "all events")
+            healthy.until(lambda: healthy.heartbeats, "a sign of life when nothing happens")
+            # The server's accept of one, and its watch with one client that waits for events and for its end.
+            wait_for(lambda: tasks_and_watches() == (tasks + 3, 1), "the others to be forgotten")
+        wait_for(lambda: tasks_and_watches() == (tasks, 0), "everything to be as before")
+    assert healthy.seqs == list(range(100_001, 101_001))
 
 
 def test_a_killed_trainer_is_reported_with_its_exit_status_and_log(server: Server) -> None:
@@ -223,7 +318,9 @@ def test_killing_both_ends_in_the_truth(server: Server) -> None:
 def test_ctrl_c_ends_the_server_at_once_with_pages_open(server: Server, tmp_path: Path) -> None:
     """G6."""
     run = make_run(server.home)
-    with page(server, run), page(server, run):
+    append_steps(run, 1, [0.5] * 100_000)
+    with page(server, run), page(server, run, 100_000) as healthy:  # the first reads nothing of 18 MB
+        healthy.until(lambda: healthy.runs, "the run")
         server.process.send_signal(signal.SIGINT)
         server.end(seconds=5)
     server.start()
