@@ -98,6 +98,14 @@ def test_a_long_run_opens_and_stays_small_while_it_grows(shared_server: Server, 
     with run.lock():
         page = open_page(f"{shared_server.address}/runs/{run.id}")
         expect(page.locator("[data-figure=step]")).to_have_text("200,001", timeout=15_000)
+        chart = page.locator("[data-chart]").bounding_box()
+        assert chart
+        page.mouse.move(chart["x"] + 300, chart["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(chart["x"] + 400, chart["y"] + 100)
+        page.mouse.up()
+        page.mouse.move(0, 0)
+        expect(page.locator("[data-readout]")).to_have_text("Double-click to show all steps")
         page.evaluate(GROW, run.id)
         for first in range(200_002, 220_002, 1000):
             append_steps(run, first, [0.5] * 1000)
@@ -105,6 +113,7 @@ def test_a_long_run_opens_and_stays_small_while_it_grows(shared_server: Server, 
         wait_for(lambda: page.evaluate("store.stepsDone") == 220_001, "the newest step")
         assert page.evaluate("store.columns.step[0]") == 2
         assert 2000 < page.evaluate("longest") < 7000
+        expect(page.locator("[data-readout]")).to_have_text("Double-click to show all steps")
         seqs = page.evaluate("seqs")
         assert seqs == sorted(seqs)
 
