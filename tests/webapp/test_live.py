@@ -90,12 +90,13 @@ def serving_here(home: Path) -> Iterator[tuple[str, Callable[[], tuple[int, int]
     listening = listen("127.0.0.1", 0)
     settings = Settings(home, "127.0.0.1", listening.getsockname()[1])
     config = server_config(settings)
+    app: Any = config.app
     server, loop = uvicorn.Server(config), asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listening])))
     thread.start()
 
     async def count() -> tuple[int, int]:
-        return len(asyncio.all_tasks()), len(config.app.state.watches)
+        return len(asyncio.all_tasks()), len(app.state.watches)
 
     wait_for(lambda: server.started, "the server")
     yield settings.address, lambda: asyncio.run_coroutine_threadsafe(count(), loop).result(10)
