@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trainer_core.events import DAMAGED, EventReader, LineHead, damaged_line, parse_line, read_heads
+from trainer_core.events import DAMAGED, EventReader, LineHead, damaged_line, read_heads
 from webapp import runs
 from webapp.thinning import averages, choose, spread
 
@@ -157,7 +157,9 @@ def _event_at(file: BinaryIO, offset: int | None) -> dict[str, Any]:
     if offset is None:
         return {}
     file.seek(offset)
-    return parse_line(file.readline().decode(errors="replace")) or {}
+    event = msgspec.json.decode(file.readline())
+    assert isinstance(event, dict)
+    return event
 
 
 @lru_cache(maxsize=REMEMBERED_RUNS)
