@@ -13,7 +13,7 @@ const RUN_DELETED = 4404;
 
 export class RunSocket {
   #store;
-  #series;
+  #run;
   #live;
   #socket = null;
   #failures = 0;
@@ -26,8 +26,7 @@ export class RunSocket {
   constructor(store, runId) {
     this.#store = store;
     const id = encodeURIComponent(runId);
-    // Just as the page's head has it, which asks for the first one.
-    this.#series = `/api/runs/${id}/series`;
+    this.#run = `/api/runs/${id}`;
     this.#live = new URL(`/runs/${id}/live`, location.href);
     this.#live.protocol = location.protocol === "https:" ? "wss:" : "ws:";
     store.addEventListener("gap", () => this.#comeBack());
@@ -43,6 +42,7 @@ export class RunSocket {
     this.#retry = null;
     try {
       if (this.#store.lastSeq === 0) await this.#load();
+      else if (this.#failures) await this.#ask(this.#run); // a refused socket doesn't say why
     } catch {
       return this.#comeBack();
     }
@@ -56,10 +56,18 @@ export class RunSocket {
   }
 
   async #load() {
-    const answer = await fetch(this.#series, { signal: AbortSignal.timeout(LONGEST_SILENCE) });
-    if (answer.status === 404) return this.#end("deleted");
-    if (!answer.ok) throw new Error(answer.statusText);
-    this.#store.load(await answer.json());
+    // Just as the page's head has it, which asks for the first one.
+    const answer = await this.#ask(`${this.#run}/series`);
+    if (answer.ok) this.#store.load(await answer.json());
+  }
+
+  /** Fetch from the server; where the run is gone or this browser signed out, this page is over. */
+  async #ask(address) {
+    const answer = await fetch(address, { signal: AbortSignal.timeout(LONGEST_SILENCE) });
+    if (answer.status === 404) this.#end("deleted");
+    else if (answer.status === 401) location.reload();
+    else if (!answer.ok) throw new Error(answer.statusText);
+    return answer;
   }
 
   /** Replace columns that have grown long by a thinned series, so that the page's memory stays as it is. */

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -44,9 +44,14 @@ def test_a_person_signs_in_sees_a_run_live_and_signs_out(guarded: Server, open_p
 
         other = open_page(guarded.address)
         expect(other.get_by_role("link", name="fixture")).to_be_visible()
+        watching = open_page(f"{guarded.address}/runs/{run.id}")
+        expect(watching.get_by_text("Step 1 of 9")).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         expect(page).to_have_title("Sign in · Descant")
         expect(other).to_have_title("Sign in · Descant")  # by itself
+        guarded.kill()
+        guarded.start()
+        expect(watching).to_have_title("Sign in · Descant")  # once it has to connect again
 
 
 def test_a_link_on_another_site_finds_the_person_signed_in_but_its_form_does_nothing(
@@ -69,7 +74,7 @@ def test_a_link_on_another_site_finds_the_person_signed_in_but_its_form_does_not
         def log_message(self, *arguments: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), OtherSite) as other:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherSite) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         page = open_page(f"{guarded.address}/sign-in")
         page.get_by_label("API key").fill(KEY)
