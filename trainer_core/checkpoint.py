@@ -70,8 +70,9 @@ def save(
         _flush(partial)
         partial.rename(final)
     except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):  # what the package makes of a full disk
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        # What the package makes of a full disk. On Windows the number is another, which OSError takes as its fourth.
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), None, int(number[1])) from error
         raise CheckpointError(str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk every byte counts

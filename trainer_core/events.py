@@ -6,10 +6,9 @@ written; such a line has no newline yet and is left for the next look.
 """
 
 import contextlib
-import json
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -135,13 +134,15 @@ class Finished(Event):
     epoch: int
 
 
-MAX_WAITING_BYTES = 4 << 20
+MAX_WAITING_BYTES, RETRY_SECONDS = 4 << 20, 1.0
+"""Of lines that wait for room: some hours of them."""
 
 
 class EventWriter:
     """Appends events to a file. Each line reaches the operating system before `write` returns.
 
-    But for a full disk: then lines wait in memory, a few megabytes of them, and are written once there is room.
+    But for a full disk: then lines wait in memory until there is room, and once that is a few megabytes, so does
+    `write`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,20 +156,23 @@ class EventWriter:
     def __exit__(self, *exception: object) -> None:
         """Close the file. Raises OSError where lines that wait can't be written even now."""
         with self._file:
-            if self._waiting:
-                self._file.write(self._waiting)
+            self._write_waiting()
 
     def write(self, event: Event) -> None:
-        """Number, stamp and append `event`. Raises OSError when too much waits for room on the disk."""
+        """Number, stamp and append `event`."""
         self._seq += 1
         event.seq, event.time = self._seq, time.time()
         self._waiting += event.model_dump_json().encode() + b"\n"
-        try:
-            while self._waiting:  # a nearly full disk takes a part; the rest of that line follows it
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
-        except OSError:
-            if len(self._waiting) > MAX_WAITING_BYTES:
-                raise
+        with contextlib.suppress(OSError):
+            self._write_waiting()
+        while len(self._waiting) > MAX_WAITING_BYTES:
+            time.sleep(RETRY_SECONDS)
+            with contextlib.suppress(OSError):
+                self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:  # a nearly full disk takes a part; the rest of that line follows it
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 class LineHead(msgspec.Struct, gc=False):
@@ -177,7 +181,7 @@ class LineHead(msgspec.Struct, gc=False):
     type: str
     seq: int
     time: float = 0.0
-    step: int = 0
+    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     loss: float | None = None
 
 
@@ -191,7 +195,9 @@ def read_heads(lines: bytes, after: int, count: int) -> list[LineHead]:
     numbers = range(after + 1, after + 1 + count)
     try:
         heads = _decoder.decode_lines(lines)
-        if [head.seq for head in heads] == list(numbers):
+        # The decoder minds no line ends: as many lines with a beginning as there are events, so that each has one.
+        begun = lines.startswith(b"{") + lines.count(b"\n{")
+        if begun == count and [head.seq for head in heads] == list(numbers):
             return heads
     except (msgspec.MsgspecError, RecursionError):
         pass
@@ -264,13 +270,9 @@ class EventReader:
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """The event in a line as plain data; None for what is no event or not strictly JSON."""
+    """The event in a line as plain data; None for what is no event or not strictly JSON, or a number too large."""
     try:
-        event = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        event = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

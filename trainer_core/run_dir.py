@@ -10,7 +10,6 @@ import math
 import re
 import shutil
 import signal
-import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -20,9 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
+import msgspec
+from filelock import FileLock
 
 from trainer_core.adapter_files import ADAPTER_FILES
+from trainer_core.alive_lock import is_held
 from trainer_core.config import RunConfig
 from trainer_core.events import parse_line
 from trainer_core.origin import STATE_FILES
@@ -32,11 +33,9 @@ Status = Literal["queued", "starting", "running", "stopping", "completed", "stop
 ACTIVE: tuple[Status, ...] = ("starting", "running", "stopping")
 ENDINGS: tuple[Status, ...] = ("completed", "stopped", "aborted", "failed")
 
-PROBE_SECONDS = 0.02
-"""How long a look tries the lock: another process that looks holds it for an instant, a trainer for good."""
-
+FULL_BYTES = 1 << 20
 GRACE_SECONDS = 20.0
-"""How long a trainer that was asked to stop may take before it may be killed."""
+"""How long a trainer may take that was asked to stop, or whose run has ended, before it may be killed."""
 WINDOW_BYTES = 1 << 16
 """How much of an event file's start and end a summary reads, so that its cost does not grow with the run."""
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
@@ -44,9 +43,6 @@ LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
 # One folder's name, also as file managers name a copy: "20261130-084701-my-adapter (copy)".
 RUN_ID = re.compile(r"\w[\w .()+-]{0,199}")
 CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
-
-# Looks of this process come one after the other, and none while a folder is being deleted.
-_looking = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -81,9 +77,9 @@ class RunSummary:
     message: str | None
     exit_status: int | None
     device: str
-    """As it was chosen until the trainer has started, then the one it is on."""
+    """As it was chosen until the trainer has started, then the kind it is on, such as `cuda`."""
     may_kill: bool
-    """Whether the trainer has been asked to stop for so long that it may be killed."""
+    """Whether the trainer should have ended so long ago that it may be killed."""
     log_tail: list[str]
     checkpoints: list[CheckpointInfo]
     resume_from: str | None
@@ -100,10 +96,10 @@ def explain(
         why = "The trainer ended unexpectedly; how is unknown, since the Descant that started it had ended."
     elif exit_status >= 0:
         why = f"The trainer ended unexpectedly with exit status {exit_status}."
-    elif out_of_memory:
+    elif out_of_memory and not was_stopping:
         why = (
-            "The system ran out of memory and killed the trainer. Turn on gradient checkpointing, take smaller batches "
-            "or close other programs."
+            "The trainer was killed, and the system had run out of memory. Turn on gradient checkpointing, take "
+            "smaller batches or close other programs."
         )
     else:
         names = {number.value: f" ({number.name})" for number in signal.Signals}
@@ -139,27 +135,18 @@ class RunDir:
 
     def is_alive(self) -> bool:
         """Whether a trainer holds the lock."""
-        with _looking:
-            if not self.config.exists():  # trying the lock would make a deleted folder again
-                return False
-            try:
-                with self.lock().acquire(timeout=PROBE_SECONDS, poll_interval=PROBE_SECONDS / 4):
-                    return False
-            except Timeout:
-                return True
-            except OSError:  # a read-only folder: nobody trains there
-                return False
+        return is_held(self.lock_path)
 
     def status(self) -> Status:
         """The run's state, from its lock, its last event and the files beside them."""
         return self._look()[0]
 
-    def _look(self) -> tuple[Status, dict[str, dict[str, Any]]]:
-        """The status, and the events it was read from, the newest of each type."""
+    def _look(self) -> tuple[Status, dict[str, dict[str, Any]], bool]:
+        """The status, the events it was read from, the newest of each type, and whether the trainer lives."""
         # The lock first: a trainer that finishes before its events are read has left its last line.
         alive = self.is_alive()
         newest = _newest(self.events)
-        return self._status(alive, newest), newest
+        return self._status(alive, newest), newest, alive
 
     def _status(self, alive: bool, newest: dict[str, dict[str, Any]]) -> Status:
         last = next(iter(newest.values()), {})
@@ -184,7 +171,7 @@ class RunDir:
 
     def summary(self) -> RunSummary:
         """The run as a list shows it. However long the run, only its ends are read."""
-        status, newest = self._look()
+        status, newest, alive = self._look()
         step, started = newest.get("step", {}), newest.get("started", {})
         settings = self.settings()
         ended_badly = status in ("crashed", "failed")
@@ -195,6 +182,8 @@ class RunDir:
             message = explain(exit_status, out_of_memory, self.stop.exists(), checkpoints)
         elif status == "stopped" and message is None:
             message = "Taken out of the queue before it began."
+        elif status in ACTIVE and self._is_disk_full():
+            message = "The disk is full. Training goes on; free some space so that checkpoints can be written."
         return RunSummary(
             id=self.id,
             name=plain(str(settings.get("name", self.id))),
@@ -208,8 +197,8 @@ class RunDir:
             loss=step.get("loss"),
             message=None if message is None else plain(str(message)),
             exit_status=exit_status,
-            device=str(started.get("device") or _section(settings, "hardware").get("device", "auto")),
-            may_kill=status == "stopping" and self.seconds_since_stop() >= GRACE_SECONDS,
+            device=str(started.get("device") or _section(settings, "hardware").get("device", "auto")).partition(":")[0],
+            may_kill=alive and (status == "stopping" or status in ENDINGS) and self._has_had_time(status),
             log_tail=self.log_tail() if ended_badly else [],
             checkpoints=checkpoints,
             resume_from=plain(str(settings.get("resume_from") or "")) or None,
@@ -227,8 +216,10 @@ class RunDir:
     def settings(self) -> dict[str, Any]:
         """The saved configuration as plain data; empty when it was damaged by hand."""
         try:
-            settings = json.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            settings = msgspec.json.decode(
+                self.config.read_bytes()
+            )  # stricter than json: what it lets pass can be sent
+        except (OSError, msgspec.MsgspecError, RecursionError):
             return {}
         return settings if isinstance(settings, dict) else {}
 
@@ -278,18 +269,27 @@ class RunDir:
         if self.status() in ("queued", "starting", "running"):  # again would put the grace period off
             self.stop.touch()
 
-    def seconds_since_stop(self) -> float:
-        """Since a stop was asked for; 0 if it was not."""
+    def _is_disk_full(self) -> bool:
+        """Whether the trainer can't write: then its own warnings don't come through."""
         try:
-            return time.time() - self.stop.stat().st_mtime
+            return shutil.disk_usage(self.path).free < FULL_BYTES
         except OSError:
-            return 0.0
+            return False
+
+    def _has_had_time(self, status: Status) -> bool:
+        """Whether the stop, or the end of a run that has ended, is so long ago that the trainer should be gone."""
+        since = self.stop if status == "stopping" else self.events
+        try:
+            return time.time() - since.stat().st_mtime >= GRACE_SECONDS
+        except OSError:
+            return False
 
     def delete(self) -> None:
         """Remove the folder and all that is in it. Raises OSError where a file is held open, as Windows does."""
-        with _looking:
-            # Under a name that no run has, so that a half-deleted folder is never shown.
-            shutil.rmtree(self.path.rename(self.path.with_name(f".{self.id}.deleted")))
+        # Under a name that no run has, so that a half-deleted folder is never shown.
+        away = self.path.with_name(f".{self.id}.deleted")
+        shutil.rmtree(away, ignore_errors=True)  # what a server that was killed has left
+        shutil.rmtree(self.path.rename(away))
 
     def form_token(self) -> str:
         """That of the form the run was started with, so that a form that is sent twice starts one run."""

@@ -258,11 +258,11 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     def save_at_last() -> None:
         """Save; on a full disk wait for room, since what was learned is nowhere but in memory."""
         is_waiting = False
-        while step > saved_step and run.config.exists():
+        while step > saved_step:
             try:
                 save()
             except OSError as error:
-                if error.errno not in DISK_FULL:
+                if error.errno not in DISK_FULL or not run.config.exists():
                     raise
                 if not is_waiting:
                     warn(f"{no_room(error)} Trying again every {RETRY_SECONDS:.0f} s: free some space.")
@@ -305,7 +305,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                     if step == 0:
                         return finish("stopped", "Stopped before the first step; there was nothing to save.")
                     save_at_last()
-                    return finish("stopped", f"Stopped after step {step} of {total_steps}; checkpoint saved.")
+                    return finish("stopped", f"Stopped after step {step:,} of {total_steps:,}; checkpoint saved.")
                 for batch in draw_batches(chosen[first : first + training.batch_size], goal, generator):
                     batch = fabric.to_device(batch)
                     losses = objective.sample_losses(predict(batch), batch["latents"], batch["noise"])

@@ -59,15 +59,16 @@ def _start(request: Request, data: dict[str, Any], values: dict[str, str], token
     except RunActive as error:
         return form_page(request, values, error=str(error), active=error.run, status=409)
     except OSError as error:
-        return form_page(request, values, error=f"The run folder can't be written: {error}.", status=507)
+        return form_page(request, values, error=f"The run can't be started: {error}.", status=507)
     return RedirectResponse(f"/runs/{run.id}", 303)
 
 
 def stop(request: Request) -> Response:
     """Ask the trainer to save and stop, or take the run out of the queue."""
     run = runs.requested(request)
+    was_queued = run.is_queued()
     run.request_stop()
-    return RedirectResponse(f"/runs/{run.id}", 303)
+    return RedirectResponse("/" if was_queued else f"/runs/{run.id}", 303)
 
 
 def kill(request: Request) -> Response:

@@ -44,7 +44,7 @@ async def start(request: Request) -> Response:
     except RunActive as error:
         return JSONResponse({"error": str(error), "active": error.run.id}, 409)
     except OSError as error:
-        raise HTTPException(507, f"The run folder can't be written: {error}.") from error
+        raise HTTPException(507, f"The run can't be started: {error}.") from error
     return JSONResponse({"id": run.id}, 201)
 
 
@@ -106,12 +106,15 @@ def move_in_queue(request: Request, position: object) -> list[str]:
     # JSON's 2.0 is a whole number too.
     if isinstance(position, bool) or not isinstance(position, int | float) or not 1 <= position < inf or position % 1:
         raise HTTPException(422, f"position is {position!r}; it takes a whole number from 1.")
-    with supervisor.starting(folders):
-        queue = RunQueue(folders)
-        if not run.is_queued():
-            raise HTTPException(409, "This run is not waiting in the queue; it may just have been started.")
-        queue.move(run, int(position))
-        return [waiting.id for waiting in queue.waiting()]
+    try:
+        with supervisor.starting(folders):
+            queue = RunQueue(folders)
+            if not run.is_queued():
+                raise HTTPException(409, "This run is not waiting in the queue; it may just have been started.")
+            queue.move(run, int(position))
+            return [waiting.id for waiting in queue.waiting()]
+    except OSError as error:
+        raise HTTPException(507, f"The queue can't be written: {error}.") from error
 
 
 def events(request: Request) -> Response:

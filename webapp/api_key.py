@@ -1,6 +1,6 @@
 """The API key: compared in constant time, and guessed slowly.
 
-After FREE_GUESSES wrong keys an address has to wait after each further one, twice as long every time. What comes
+From wrong key number FREE_GUESSES on an address has to wait after each, twice as long every time. What comes
 meanwhile is refused unseen, so that guessing in parallel gains nothing. Does not cover: many addresses that guess
 together, against which the length of the key stands; IPv6 addresses of one network count as one.
 """

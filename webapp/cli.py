@@ -119,7 +119,7 @@ def port(text: str) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve the pages until interrupted. Runs go on by themselves."""
-    # Taken out of the environment: trainers have no use for it.
+    # Taken out of the environment, which trainers inherit.
     environment_key = os.environ.pop("DESCANT_API_KEY", None)
     settings = Settings(
         prepare_home(options.home),
@@ -134,7 +134,7 @@ def serve(options: argparse.Namespace) -> int:
 
     import uvicorn
 
-    who = ", for who has the key" if settings.api_key else ""
+    who = ", for whoever has the key" if settings.api_key else ""
     print(f"Descant is at {settings.address}{who}  (runs are kept in {settings.home}; stop with Ctrl-C)", flush=True)
     if not options.no_open and has_browser():
         webbrowser.open(settings.address)  # the socket listens already, so the browser only waits
@@ -194,6 +194,11 @@ def train(options: argparse.Namespace) -> int:
         return terminal.train(RunFolders(prepare_home(options.home)), config)
     except RunActive as error:
         raise StartError(str(error)) from error
+    except OSError as error:
+        raise StartError(f"The run can't be started: {error}.") from error
+    except KeyboardInterrupt:
+        print("descant: interrupted before the run began", file=sys.stderr)
+        return 130
 
 
 def export(options: argparse.Namespace) -> int:

@@ -3,13 +3,18 @@
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
+
+import psutil
 
 from trainer_core.run_dir import RunFolders
 from webapp.run_queue import RunQueue
 from webapp.supervisor import start_queued, starting
 
 LOOK_SECONDS = 1.0
+TAKE_UP_SECONDS = 60.0
+"""Between looks for runs that are in no queue: their start was cut off, or the queue's file was damaged."""
 logger = logging.getLogger(__name__)
 
 
@@ -25,13 +30,13 @@ async def dispatching(runs: RunFolders) -> AsyncIterator[None]:
 
 
 def _dispatch(runs: RunFolders, ending: threading.Event) -> None:
-    has_begun = False
+    before, look_again = psutil.Process().create_time(), 0.0
     while not ending.wait(LOOK_SECONDS):
         try:
-            if not has_begun:  # those whose launch the end of a server before has cut off are in no queue
+            if time.monotonic() >= look_again:
                 with starting(runs):
-                    RunQueue(runs).update()
-                has_begun = True
+                    RunQueue(runs).take_up(before)
+                before, look_again = time.time(), time.monotonic() + TAKE_UP_SECONDS
             start_queued(runs)
         except Exception:  # as on a full disk: the next look may have more luck
             logger.exception("The queue could not be looked after; trying again.")

@@ -7,6 +7,7 @@ series that a page begins with, in place of what it missed. One that asks for ol
 
 import asyncio
 import time
+from collections.abc import Awaitable
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -34,7 +35,7 @@ async def live(websocket: WebSocket) -> None:
     """Send every event after `after`, then each new one, until the run has ended or the client has gone."""
     await websocket.accept()
     try:
-        run = runs.requested(websocket)
+        run = await run_in_threadpool(runs.requested, websocket)
         after = after_parameter(websocket.query_params.get("after"))
     except HTTPException as error:
         await websocket.close(NO_SUCH_RUN if error.status_code == 404 else BAD_REQUEST, error.detail)
@@ -71,10 +72,10 @@ class _Client:
             if message := await self._next_message():
                 await self._send(message)
             elif self._watch.is_deleted:
-                await self._websocket.close(NO_SUCH_RUN, "The run was deleted.")
+                await self._unless_gone(self._websocket.close(NO_SUCH_RUN, "The run was deleted."))
                 return
             elif self._watch.has_settled:
-                await self._websocket.close(1000)
+                await self._unless_gone(self._websocket.close(1000))
                 return
             elif time.monotonic() - self._sent_at >= HEARTBEAT_SECONDS:
                 await self._send("{}")
@@ -112,15 +113,19 @@ class _Client:
 
     async def _send(self, message: str) -> None:
         began = time.monotonic()
+        await self._unless_gone(self._websocket.send_text(message))
+        self._sent_at = time.monotonic()
+        self._is_slow |= self._is_in_step and self._sent_at - began >= SLOW_SECONDS
+
+    async def _unless_gone(self, sending: Awaitable[None]) -> None:
+        """Await `sending`, or end this client's task where that takes too long."""
         task = asyncio.current_task()
         assert task
         giving_up = asyncio.get_running_loop().call_later(GONE_SECONDS, task.cancel)
         try:
-            await self._websocket.send_text(message)
+            await sending
         finally:
             giving_up.cancel()
-        self._sent_at = time.monotonic()
-        self._is_slow |= self._is_in_step and self._sent_at - began >= SLOW_SECONDS
 
 
 async def _until_gone(websocket: WebSocket) -> None:

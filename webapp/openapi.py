@@ -52,6 +52,26 @@ class Place(Model):
     position: StrictInt = Field(ge=1)
 
 
+class Series(Model):
+    """A run's history up to the event `seq`: what the page of a run begins with."""
+
+    seq: int
+    columns: dict[str, list[float | None]]
+    """`step`, `loss`, `smoothed` and the other numbers of a step, each as long as the others."""
+    average: tuple[float, float]
+    """The smoothed loss as it goes on: its sum and the sum of its weights."""
+    skips: list[int]
+    validations: list[dict[str, float]]
+    saved_steps: list[int]
+    started: dict[str, JsonValue] | None
+    phase: dict[str, JsonValue] | None
+    finished: dict[str, JsonValue] | None
+    first_time: float | None
+    last_time: float | None
+    feed: list[dict[str, JsonValue]]
+    """The newest events that are no steps."""
+
+
 class NewRun(Model):
     """The id of the run that was started or waits."""
 
@@ -139,7 +159,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Its events after one, an Event as JSON on each line", LINES, errors=(400, 404), query=(AFTER,)
     ),
     ("GET", "/api/runs/{run_id}/series"): Operation(
-        "Its history as columns, thinned so that peaks and bad points stay", JSON, errors=(400, 404), query=(POINTS,)
+        "Its history as columns, thinned so that peaks and bad points stay",
+        "Series",
+        errors=(400, 404),
+        query=(POINTS,),
     ),
     ("POST", "/api/runs/{run_id}/stop"): Operation(
         "Ask the trainer to save and stop, or take the run out of the queue", "RunSummary", errors=(404,)
@@ -148,7 +171,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "End a trainer that was asked to stop and doesn't", "RunSummary", errors=(404, 409)
     ),
     ("POST", "/api/runs/{run_id}/queue"): Operation(
-        "Move a run that waits", "Queue", errors=(400, 404, 409, 422), body=((JSON, "Place"),)
+        "Move a run that waits", "Queue", errors=(400, 404, 409, 422, 507), body=((JSON, "Place"),)
     ),
     ("POST", "/api/adapters"): Operation(
         "What is in an adapter; an upload is kept",
@@ -185,8 +208,8 @@ def describe(needs_key: bool) -> dict[str, Any]:
             "title": "Descant",
             "version": metadata.version("descant"),
             "description": "Beside these addresses, a websocket at /runs/{run_id}/live?after=SEQ sends "
-            '{"events": [...], "run": {...}}: all events after one and then each as it happens, and the run when it '
-            "changes.",
+            '{"events": [...]}, all events after one and then each as it happens; {"run": {...}} when the run changes; '
+            '{"snapshot": {...}}, a Series, to who reads too slowly; and {} when nothing happens.',
         },
         "paths": paths,
         "components": components,

@@ -12,29 +12,27 @@ class RunQueue:
         self._runs = runs
         self._file = runs.home / "queue.json"
 
-    def is_empty(self) -> bool:
-        """Whether nothing has been put in the queue, as far as the file knows."""
-        return not self._order()
-
     def waiting(self) -> list[RunDir]:
-        """The runs that wait, the next one first; those of which the file knows nothing last, oldest first."""
-        order = {run_id: place for place, run_id in enumerate(self._order())}
-        found = [run for run in self._runs if run.is_queued()]
-        return sorted(found, key=lambda run: (order.get(run.id, len(order)), run.created, run.id))
+        """The runs that wait, the next one first."""
+        listed = map(self._runs.find, self._order())
+        return [run for run in listed if run and run.is_queued()]
 
     def add(self, run: RunDir) -> None:
-        """Put `run` at the end."""
-        self._write([other.id for other in self.waiting() if other.id != run.id] + [run.id])
+        """Put `run` at the end. Raises OSError when that can't be written."""
+        self._write([*self.waiting(), run])
 
     def move(self, run: RunDir, position: int) -> None:
-        """Put `run`, which waits, at `position`, from 1; beyond the end is the end."""
-        order = [other.id for other in self.waiting() if other.id != run.id]
-        order.insert(min(position - 1, len(order)), run.id)
+        """Put `run`, which waits, at `position`, from 1; beyond the end is the end. Raises OSError as `add` does."""
+        order = [other for other in self.waiting() if other.id != run.id]
+        order.insert(min(position - 1, len(order)), run)
         self._write(order)
 
-    def update(self) -> None:
-        """Forget runs that don't wait any more, and note those that were put there by hand."""
-        self._write([run.id for run in self.waiting()])
+    def take_up(self, before: float) -> None:
+        """Add the runs made `before`, in seconds since 1970, that were neither begun nor added."""
+        waiting = self.waiting()
+        listed = {run.id for run in waiting}
+        others = [run for run in self._runs if run.id not in listed and run.created < before and run.is_queued()]
+        self._write(waiting + sorted(others, key=lambda run: run.created))
 
     def _order(self) -> list[str]:
         try:
@@ -43,7 +41,8 @@ class RunQueue:
             return []
         return [run_id for run_id in order if isinstance(run_id, str)] if isinstance(order, list) else []
 
-    def _write(self, order: list[str]) -> None:
+    def _write(self, waiting: list[RunDir]) -> None:
+        order = [run.id for run in waiting]
         if order == self._order():
             return
         partial = self._file.with_name(".queue.json")

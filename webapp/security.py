@@ -73,6 +73,8 @@ class SameOriginOnly:
 
     def _is_own(self, host: str) -> bool:
         """Whether a request for `host` may be meant for this server."""
+        if set(host) & set("@/?#\\%"):  # which no host holds, but an address around it
+            return False
         try:
             name = urlsplit(f"//{host}").hostname
             if name in self._settings.host_names:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trainer_core.events import DAMAGED, EventReader, LineHead, damaged_line, read_heads
+from trainer_core.events import DAMAGED, EventReader, LineHead, damaged_line, parse_line, read_heads
 from webapp import runs
 from webapp.thinning import averages, choose, spread
 
@@ -54,10 +54,12 @@ def snapshot(events: Path, points: int = DEFAULT_POINTS) -> tuple[bytes, int]:
     The runs that were looked at last are remembered: 16 MB for each million steps of them.
     """
     try:
-        file = events.stat().st_ino  # another file under this name, as of a run that was copied back, is read anew
+        size = events.stat().st_size
     except OSError:
-        file = 0
-    return _series_of(events, file).snapshot(points)
+        size = 0
+    if size < _series_of(events).offset:  # another file under this name, as of a run that was copied back
+        _series_of.cache_clear()
+    return _series_of(events).snapshot(points)
 
 
 class Series:
@@ -76,6 +78,11 @@ class Series:
         """Offsets of the newest event of each kind but steps."""
         self._first_time: float | None = None
         self._last_time: float | None = None
+
+    @property
+    def offset(self) -> int:
+        """How much of the file has been read, in bytes."""
+        return self._reader.offset
 
     def snapshot(self, points: int) -> tuple[bytes, int]:
         """The series as JSON, and the `seq` it reaches to. Raises OSError when the file has just been deleted."""
@@ -146,7 +153,7 @@ class Series:
             "first_time": self._first_time,
             "last_time": self._last_time,
             "feed": [
-                damaged_line(head.seq).model_dump() if head.type == DAMAGED else _event_at(file, offset)
+                (head.type != DAMAGED and _event_at(file, offset)) or damaged_line(head.seq).model_dump()
                 for head, offset in self._feed
             ],
         }
@@ -157,11 +164,10 @@ def _event_at(file: BinaryIO, offset: int | None) -> dict[str, Any]:
     if offset is None:
         return {}
     file.seek(offset)
-    event = msgspec.json.decode(file.readline())
-    assert isinstance(event, dict)
-    return event
+    # Empty too where the head was sound, which is all that has been read of it, and the rest is damaged.
+    return parse_line(file.readline()) or {}
 
 
 @lru_cache(maxsize=REMEMBERED_RUNS)
-def _series_of(events: Path, file: int) -> Series:
+def _series_of(events: Path) -> Series:
     return Series(events)

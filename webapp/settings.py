@@ -13,6 +13,8 @@ from trainer_core.roots import ANYWHERE, Roots
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 MIN_KEY_LENGTH = 16
+UNREAD_SECONDS = 120
+"""How long what was sent may wait to be read. A download that is paused for longer breaks off, and can be resumed."""
 MAKE_A_KEY = 'python -c "import secrets; print(secrets.token_urlsafe())"'
 
 
@@ -125,6 +127,8 @@ def listen(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
     else:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: a client that never reads would keep its connection for ever
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_SECONDS)
     try:
         bound.bind((host, port))
         bound.listen(128)

@@ -69,7 +69,7 @@ class KeyRequired:
         except HTTPException as error:
             return JSONResponse({"error": error.detail}, error.status_code, error.headers)
         if kind or connection.scope["path"].startswith("/api/"):
-            said = "This server takes only who sends its key, as Authorization: Bearer KEY, or is signed in."
+            said = "This server answers only browsers that are signed in and requests with Authorization: Bearer KEY."
             return JSONResponse({"error": said}, 401, {"WWW-Authenticate": "Bearer"})
         if connection.scope.get("method") != "GET":
             return RedirectResponse("/sign-in", 303)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,9 @@ from webapp.run_queue import RunQueue
 LAUNCH_SECONDS = 60.0
 """How long a trainer may take to take its run's lock (an interpreter's start), however busy the machine."""
 LEAVE_SECONDS = 10.0
-"""How long a start waits for a trainer whose run has ended to give its device's memory back."""
+"""How long a trainer may take to give its device's memory back: a start and a kill wait for it."""
+RECORD_SECONDS = 1.0
+"""How long a kill waits for the exit status to be written, for which there is nobody if another server started it."""
 CAN_NOT_EXECUTE = 126
 """Exit status of a trainer that could not be started, as shells have it."""
 OOM_KILLS = Path("/proc/vmstat")
@@ -31,12 +33,20 @@ OOM_KILLS = Path("/proc/vmstat")
 
 
 class RunActive(Exception):
-    """Another run is being trained on the same device; `run` is it."""
+    """Another run is being trained on the same device or waits for it; `run` is it."""
 
     def __init__(self, run: RunDir) -> None:
-        super().__init__(
-            f"{run.summary().name} is being trained. Wait until it ends, stop it first, or add this run to the queue."
-        )
+        summary = run.summary()
+        if summary.status == "queued":
+            message = f"{summary.name} waits in the queue. Queue this run behind it, or take that one out."
+        elif summary.active:
+            message = f"{summary.name} is being trained. Wait until it ends, stop it first, or queue this run."
+        else:
+            message = (
+                f"{summary.name} has ended, but its trainer still holds the device. If it stays so, its page lets you "
+                "end it."
+            )
+        super().__init__(message)
         self.run = run
 
 
@@ -59,6 +69,7 @@ class Trainer:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "trainer_core", str(run.path), "--wait"],
                 stdin=subprocess.PIPE,
+                cwd=Path(__file__).parent.parent,  # Python looks for modules there first
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
@@ -72,10 +83,15 @@ class Trainer:
             end = time.monotonic() + LAUNCH_SECONDS
             while not run.is_alive() and self.process.poll() is None:
                 if time.monotonic() > end:
+                    message = f"Descant ended this trainer, since it was not ready after {LAUNCH_SECONDS:.0f} s.\n"
+                    with run.log.open("a", encoding="utf-8") as log:
+                        log.write(message)
                     self.process.kill()
+                    self.process.wait()
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C
             self.process.kill()
+            self.process.wait()
             raise
         with contextlib.suppress(OSError):  # it has ended; its exit status tells
             self.process.stdin.write(b"\n")
@@ -91,8 +107,11 @@ class Trainer:
             self.run.record_exit(status, killed_for_memory)
 
     def record_exit_in_background(self) -> None:
-        """`record_exit`, while the server goes on."""
-        threading.Thread(target=self.record_exit, daemon=True).start()
+        """`record_exit`, while the server goes on; at once if it has ended, or it would look as if it were queued."""
+        if self.process.poll() is None:
+            threading.Thread(target=self.record_exit, daemon=True).start()
+        else:
+            self.record_exit()
 
 
 def start(runs: RunFolders, config: RunConfig) -> Trainer:
@@ -102,7 +121,7 @@ def start(runs: RunFolders, config: RunConfig) -> Trainer:
     when the folder can't be written or the process not be started.
     """
     with starting(runs):
-        return _start(runs, config, "")
+        return _start(runs, config)
 
 
 def start_in_background(runs: RunFolders, config: RunConfig, form_token: str = "") -> RunDir:
@@ -110,9 +129,9 @@ def start_in_background(runs: RunFolders, config: RunConfig, form_token: str = "
     with starting(runs):
         if run := _sent_before(runs, config, form_token):
             return run
-        trainer = _start(runs, config, form_token)
-    trainer.record_exit_in_background()
-    return trainer.run
+        trainer = _start(runs, config, form_token, RunQueue(runs).waiting())
+        trainer.record_exit_in_background()
+        return trainer.run
 
 
 def enqueue(runs: RunFolders, config: RunConfig, form_token: str = "") -> RunDir:
@@ -124,38 +143,45 @@ def enqueue(runs: RunFolders, config: RunConfig, form_token: str = "") -> RunDir
         if run := _sent_before(runs, config, form_token):
             return run
         run = runs.create(config, form_token)
-        RunQueue(runs).add(run)
+        try:
+            RunQueue(runs).add(run)
+        except OSError:
+            run.delete()
+            raise
         return run
 
 
 def start_queued(runs: RunFolders) -> None:
     """Start each waiting run whose turn it is: the first of those for a device that nobody trains on."""
-    if RunQueue(runs).is_empty():  # without a look at every run: this is asked every second
+    if not RunQueue(runs).waiting():  # before anything that takes longer: this is asked every second
         return
     with starting(runs):
+        taken = [run.summary().device for run in runs.active()]
         for run in RunQueue(runs).waiting():
-            if _holder(runs, run.summary().device):
+            device = run.summary().device
+            if any(_may_be_one(device, other) for other in taken):
                 continue
             try:
                 Trainer(run).record_exit_in_background()
+                taken.append(device)
             except OSError as error:  # as without memory for a process; it does not hold up the next one
                 with contextlib.suppress(OSError):
                     run.log.write_text(f"The trainer could not be started: {error}.\n", encoding="utf-8")
                     run.record_exit(CAN_NOT_EXECUTE, None)
-        RunQueue(runs).update()
 
 
 def kill(run: RunDir) -> None:
-    """End a trainer that was asked to stop and has not, and what it has started.
+    """End a trainer that was asked to stop and has not, or that hangs after the run's end, and what it has started.
 
-    Raises KillRefused before GRACE_SECONDS are over. Only a process that has the run's lock open is ever signalled.
+    Raises KillRefused before GRACE_SECONDS are over, and where it could not be ended. Only a process that has the
+    run's lock open is ever signalled.
     """
-    if run.status() != "stopping":
-        raise KillRefused("Only a run that is stopping can be ended without saving. Stop it first.")
-    if (waited := run.seconds_since_stop()) < GRACE_SECONDS:
+    summary = run.summary()
+    if not summary.may_kill:
         raise KillRefused(
-            f"It was asked to stop {waited:.0f} s ago and may still be saving. It can be ended without saving "
-            f"{GRACE_SECONDS:.0f} s after that."
+            f"The trainer may still be saving. It can be ended {GRACE_SECONDS:.0f} s after it was asked to stop."
+            if summary.status == "stopping"
+            else "Only a run that is stopping can be ended without saving. Stop it first."
         )
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -166,6 +192,11 @@ def kill(run: RunDir) -> None:
     end = time.monotonic() + LEAVE_SECONDS
     while run.is_alive() and time.monotonic() < end:  # not psutil's wait: it would take the exit status from `Trainer`
         time.sleep(0.02)
+    end = time.monotonic() + RECORD_SECONDS
+    while not run.exit.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    if run.is_alive():
+        raise KillRefused("The trainer could not be ended. Its process may belong to another person of this machine.")
 
 
 @contextlib.contextmanager
@@ -176,12 +207,16 @@ def starting(runs: RunFolders) -> Iterator[None]:
         yield
 
 
-def _start(runs: RunFolders, config: RunConfig, form_token: str) -> Trainer:
+def _start(runs: RunFolders, config: RunConfig, form_token: str = "", waiting: Sequence[RunDir] = ()) -> Trainer:
+    """Start a run that goes before all others but those `waiting`, whose turn comes within a second."""
     end = time.monotonic() + LEAVE_SECONDS
     while holder := _holder(runs, config.hardware.device):
         if holder.status() not in ENDINGS or time.monotonic() > end:
             raise RunActive(holder)
         time.sleep(0.05)
+    for other in waiting:
+        if _may_be_one(other.summary().device, config.hardware.device):
+            raise RunActive(other)
     run = runs.create(config, form_token)
     try:
         return Trainer(run)
@@ -191,12 +226,13 @@ def _start(runs: RunFolders, config: RunConfig, form_token: str) -> Trainer:
 
 
 def _holder(runs: RunFolders, device: str) -> RunDir | None:
-    """The run that is being trained on `device`. Which one `auto` is only a trainer finds out: it may be any."""
-    for run in runs.active():
-        taken = run.summary().device
-        if taken == device or "auto" in (taken, device):
-            return run
-    return None
+    """The run that is being trained on `device`, if any."""
+    return next((run for run in runs.active() if _may_be_one(run.summary().device, device)), None)
+
+
+def _may_be_one(device: str, other: str) -> bool:
+    """Whether these are the same. Which one `auto` is only a trainer finds out: it may be any."""
+    return device == other or "auto" in (device, other)
 
 
 def _sent_before(runs: RunFolders, config: RunConfig, form_token: str) -> RunDir | None:

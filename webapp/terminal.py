@@ -25,12 +25,16 @@ def train(runs: RunFolders, config: RunConfig) -> int:
     run = trainer.run
     print(f"Training in {run.path}", file=sys.stderr)
 
+    is_interrupted = False
+
     def interrupt(*_: object) -> None:
-        if run.stop.exists():
+        nonlocal is_interrupted
+        if is_interrupted:
             trainer.process.kill()
-        else:
-            print("Saving and stopping; press Ctrl-C again to end it without.", file=sys.stderr)
-            run.request_stop()
+            return
+        is_interrupted = True
+        print("Saving and stopping; press Ctrl-C again to end it without.", file=sys.stderr)
+        run.request_stop()
 
     before = signal.signal(signal.SIGINT, interrupt)
     waiting = threading.Thread(target=trainer.record_exit)

@@ -110,7 +110,9 @@ def _unzip(file: IO[bytes], folder: Path) -> None:
                         f"The zip is not that of one PEFT adapter: it has {len(found) or 'no'} files called {wanted}."
                     )
                 if found[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise SourceError("The zip is compressed in a way that is not read; deflate is.")
+                    raise SourceError(
+                        "The zip is compressed in a way that is not read. Make it anew with deflate, as usual."
+                    )
                 with archive.open(found[0]) as entry:
                     _copy(entry, folder / wanted)
     except SourceError:
@@ -128,7 +130,7 @@ def _zip_problem(entries: list[zipfile.ZipInfo], size: int) -> str | None:
         # As it stands there: `filename` ends at a NUL, and on Windows has other separators.
         name, kind = entry.orig_filename, stat.S_IFMT(entry.external_attr >> 16)
         if not name or "\0" in name or "\\" in name or ":" in name or name.startswith("/") or ".." in name.split("/"):
-            return f"{name!r} in it leads out of its folder"
+            return f"{name!r} in it is no name of a file inside its folder"
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             return f"{name!r} in it is a link or a device, not a file"
         if entry.flag_bits & ENCRYPTED:

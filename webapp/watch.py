@@ -8,6 +8,7 @@ import asyncio
 import json
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -61,7 +62,8 @@ class Watch:
         """One a client, set whenever there may be something for it."""
         self.task = asyncio.create_task(self._follow(run))
         self._seq = 0
-        self._tail: list[Batch] = []
+        self._tail: deque[Batch] = deque()
+        self._tail_size = 0
         self._summary: RunSummary | None = None
         self._changed_at = 0.0
 
@@ -113,8 +115,9 @@ class Watch:
     def _add(self, lines: list[str]) -> None:
         first, self._seq = self._seq + 1, self._seq + len(lines)
         self._tail.append(Batch(first, self._seq, lines, events_message(lines)))
-        while sum(len(batch.message) for batch in self._tail[1:]) > TAIL_BYTES:
-            del self._tail[0]
+        self._tail_size += len(self._tail[-1].message)
+        while len(self._tail) > 1 and self._tail_size > TAIL_BYTES:
+            self._tail_size -= len(self._tail.popleft().message)
 
 
 @asynccontextmanager

@@ -65,7 +65,9 @@ export function showLossChart(store, page) {
 
   function draw() {
     empty.hidden = hasSteps() || store.run === null;
-    empty.textContent = store.isFinal ? "No step was made." : "The curve begins with the first step.";
+    if (store.isFinal) empty.textContent = "No step was made.";
+    else if (store.run?.status === "queued") empty.textContent = "This run waits in the queue. It begins by itself when its device is free.";
+    else empty.textContent = "The curve begins with the first step.";
     skippedKey.classList.toggle("is-absent", store.skips.length === 0);
     validationKey.hidden = !store.started?.validation_samples && store.validations.length === 0;
     chart.setData(columnsOf(store));

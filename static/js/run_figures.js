@@ -28,8 +28,12 @@ export function showFigures(store, page) {
     bar.max = store.totalSteps || 1;
     bar.value = store.stepsDone;
     // While it trains the figures say so; other phases are what one waits for.
-    phase.textContent = store.isActive && store.phase && store.phase.name !== "training" ? `${store.phase.message}…` : "";
+    phase.textContent = store.isActive ? (store.run.message ?? phaseWords(store)) : "";
   });
+}
+
+function phaseWords({ phase }) {
+  return phase && phase.name !== "training" ? `${phase.message}…` : "";
 }
 
 function timeWords(store) {

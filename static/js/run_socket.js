@@ -56,7 +56,7 @@ export class RunSocket {
   }
 
   async #load() {
-    // Just as the page's head has it, which asks for the first one.
+    // The page's head asks for the same address, so that it is on its way already.
     const answer = await this.#ask(`${this.#run}/series`);
     if (answer.ok) this.#store.load(await answer.json());
   }

@@ -134,12 +134,14 @@ def test_a_server_that_falls_silent_is_noticed_and_found_again(server: Server, o
         page.goto(f"{server.address}/runs/{run.id}")
         expect_connection(page, "Live")
         server.process.send_signal(signal.SIGSTOP)
-        writer.write(step(2))
-        page.clock.fast_forward(15_000)
-        expect_connection(page, "Live")
-        page.clock.fast_forward(15_000)
-        expect_connection(page, "Reconnecting…")
-        server.process.send_signal(signal.SIGCONT)
+        try:
+            writer.write(step(2))
+            page.clock.fast_forward(15_000)
+            expect_connection(page, "Live")
+            page.clock.fast_forward(15_000)
+            expect_connection(page, "Reconnecting…")
+        finally:
+            server.process.send_signal(signal.SIGCONT)
         expect_connection(page, "Live")
         expect(page.locator("[data-figure=step]")).to_have_text("2")
 

@@ -22,6 +22,7 @@ def test_runs_are_queued_moved_and_taken_out(shared_server: Server, open_page: O
             # As fast as a double click: the second press comes before the answer to the first.
             page.get_by_role("button", name="Add to queue").evaluate("button => { button.click(); button.click(); }")
             expect(page.locator("[data-status]")).to_have_text("queued")
+            expect(page.locator("[data-chart-empty]")).to_contain_text("This run waits in the queue.")
             expect(page.get_by_role("button", name="Delete")).to_be_hidden()
         page.get_by_role("link", name="Runs").click()
         waiting = page.locator("[data-queue] [data-cell=name]")
@@ -31,7 +32,9 @@ def test_runs_are_queued_moved_and_taken_out(shared_server: Server, open_page: O
         expect(waiting).to_have_text(["Second", "First"])
         expect(page.get_by_role("button", name="Move up").first).to_be_disabled()
         expect(page.get_by_role("button", name="Move down").last).to_be_disabled()
-        page.locator("[data-queue]").get_by_role("button", name="Cancel").first.click()
+        page.locator("[data-queue]").get_by_role("button", name="Take out").first.click()
+        expect(waiting).to_have_text(["First"])
+        page.get_by_role("link", name="Second").click()
         expect(page.locator("[data-outcome]")).to_contain_text("Taken out of the queue before it began.")
         expect(page.get_by_role("link", name="Use these settings again")).to_be_visible()
         page.get_by_role("link", name="Runs").click()

@@ -102,8 +102,9 @@ def test_a_damaged_line_comes_as_a_warning_in_its_place(damage: str, tmp_path: P
 
 
 FULL_DISK = """
-import resource, sys
+import resource, sys, threading
 from pathlib import Path
+from trainer_core import events
 from trainer_core.events import EventWriter, Warning
 
 def limit(size):
@@ -113,23 +114,35 @@ limit(300)
 writer = EventWriter(Path(sys.argv[1]))
 for number in range(10):
     writer.write(Warning(message=f"{number} " + "x" * 50))
-limit(resource.RLIM_INFINITY) if sys.argv[2] == "freed" else None
+match sys.argv[2]:
+    case "freed":
+        limit(resource.RLIM_INFINITY)
+    case "freed later":  # meanwhile more waits than may
+        events.MAX_WAITING_BYTES = 100
+        threading.Timer(1, limit, [resource.RLIM_INFINITY]).start()
+    case "a little freed":
+        limit(500)
 try:
     with writer:
-        writer.write(Warning(message="last" + "x" * int(sys.argv[3])))
+        writer.write(Warning(message="last"))
 except OSError as error:
     print(error.strerror)
 """
 
 
 @pytest.mark.parametrize(
-    ("then", "length", "printed", "lines"),
-    [("freed", 0, "", 11), ("full", 0, "File too large\n", 2), ("full", 5 << 20, "File too large\n", 2)],
+    ("then", "printed", "lines"),
+    [
+        ("freed", "", 11),
+        ("freed later", "", 11),
+        ("a little freed", "File too large\n", 4),
+        ("full", "File too large\n", 2),
+    ],
 )
-def test_events_wait_for_room_on_a_full_disk(then: str, length: int, printed: str, lines: int, tmp_path: Path) -> None:
+def test_events_wait_for_room_on_a_full_disk(then: str, printed: str, lines: int, tmp_path: Path) -> None:
     """The limit on a file's size stands in for the disk: it too takes a part of a write, then refuses."""
     path = tmp_path / "events"
-    command = [sys.executable, "-c", FULL_DISK, str(path), then, str(length)]
+    command = [sys.executable, "-c", FULL_DISK, str(path), then]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == printed
     whole = path.read_text().split("\n")[:-1]
     assert [strict(line)["seq"] for line in whole] == list(range(1, lines + 1))

@@ -50,8 +50,25 @@ def test_what_lies_inside_is_taken(path: str, roots: Roots, tmp_path: Path) -> N
 )
 def test_what_leads_outside_is_refused(path: str, roots: Roots, tmp_path: Path) -> None:
     """H2."""
-    with pytest.raises(SourceError, match=r"lies outside of .*data and .*models, .* start Descant with --allow"):
+    with pytest.raises(
+        SourceError,
+        match=r"outside the folders that this server may read: .*data, .*models. .* start Descant with --allow",
+    ):
         roots.check(f"{tmp_path}/{path}")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "0.pt", "adapter_model.safetensors", "transformer", "transformer/x.json"]
+)
+def test_a_link_among_the_files_that_are_read_is_followed_too(name: str, roots: Roots, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "model"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(tmp_path / "models")
+    roots.check(str(folder))
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(SourceError, match="links to, something outside"):
+        roots.check(str(folder))
 
 
 def test_an_allowed_folder_may_be_a_link_and_is_meant_by_either_name(roots: Roots, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,10 @@ def test_the_status_is_computed_from_the_folder(
             "starting starting running running aborted aborted",
         ),
         (["begin", "end", "begin", PHASE, "end"], "starting queued starting starting crashed"),
+        (["begin", PHASE, STARTED, STEP, finished("failed"), "end"], "starting starting running running failed failed"),
+        (["begin", PHASE, STARTED, STOP, finished("completed")], "starting starting running stopping completed"),
+        (["begin", PHASE, STARTED, STOP, finished("aborted")], "starting starting running stopping aborted"),
+        (["begin", PHASE, STARTED, STOP, finished("failed")], "starting starting running stopping failed"),
         ([STOP], "stopped"),
     ],
 )
@@ -137,7 +144,8 @@ def test_a_run_goes_from_state_to_state(changes: list[Any], states: str, tmp_pat
     [
         (None, None, False, "how is unknown"),
         (3, None, False, "exit status 3."),
-        (-9, True, False, "ran out of memory and killed"),
+        (-9, True, False, "killed, and the system had run out of memory"),
+        (-9, True, True, "signal 9 (SIGKILL) while it was stopping."),
         (-9, None, False, "SIGKILL). Often this is the system running out of memory."),
         (-9, False, False, "signal 9 (SIGKILL)."),
         (-9, False, True, "signal 9 (SIGKILL) while it was stopping."),
@@ -280,6 +288,45 @@ def test_a_stop_is_harmless_once_a_run_has_ended(tmp_path: Path) -> None:
     write_events(run, PHASE)
     run.request_stop()
     assert not run.stop.exists()
+
+
+def test_a_full_disk_is_told_while_the_trainer_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is not at hand: what the system says of it stands in."""
+    run = make_run(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    with run.lock():
+        assert run.summary().message is None
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+        assert "The disk is full" in str(run.summary().message)
+
+
+def test_many_looks_at_once_take_none_of_each_other_for_a_trainer(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_events(run, PHASE)
+    run.lock_path.touch()
+    look = "import sys; from trainer_core.run_dir import *; run = RunDir(Path(sys.argv[1]));"
+    look += "print({run.status() for _ in range(3000)})"
+    command = [sys.executable, "-c", look, str(run.path)]
+    looking = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0].strip() for process in looking] == ["{'crashed'}"] * 3
+    with run.lock():
+        assert run.status() == "starting"
+
+
+@pytest.mark.parametrize("field", ['"loss":1e999', '"loss":NaN', '"device":"\\ud800"', '"total_steps":1e999'])
+def test_an_event_that_can_not_be_sent_on_is_left_out(field: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.events.write_text('{"type":"started","seq":1,' + field + '}\n{"type":"step","seq":2,"step":7,' + field + "}\n")
+    summary = run.summary()
+    assert json.loads(json.dumps(dataclasses.asdict(summary), allow_nan=False))["step"] == 0
+    json.dumps(dataclasses.asdict(summary), ensure_ascii=False).encode()
+
+
+def test_a_delete_that_was_cut_off_is_finished_by_the_next(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run.path.with_name(f".{run.id}.deleted") / "left").mkdir(parents=True)
+    run.delete()
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_stop_asked_for_twice_is_as_old_as_the_first(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -98,12 +99,14 @@ def serving_here(home: Path) -> Iterator[tuple[str, Callable[[], tuple[int, int]
     async def count() -> tuple[int, int]:
         return len(asyncio.all_tasks()), len(app.state.watches)
 
-    wait_for(lambda: server.started, "the server")
-    yield settings.address, lambda: asyncio.run_coroutine_threadsafe(count(), loop).result(10)
-    server.should_exit = True
-    thread.join(10)
-    listening.close()
-    loop.close()
+    try:
+        wait_for(lambda: server.started, "the server")
+        yield settings.address, lambda: asyncio.run_coroutine_threadsafe(count(), loop).result(10)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listening.close()
+        loop.close()
 
 
 def test_every_client_gets_the_whole_history_then_what_is_new(shared_server: Server) -> None:
@@ -268,6 +271,10 @@ def test_clients_that_vanish_or_stop_reading_leave_nothing(tmp_path: Path, monke
             # The server's accept of one, and its watch with one client that waits for events and for its end.
             wait_for(lambda: tasks_and_watches() == (tasks + 3, 1), "the others to be forgotten")
         wait_for(lambda: tasks_and_watches() == (tasks, 0), "everything to be as before")
+        with page(address, run):  # stuck when its run is deleted
+            wait_for(lambda: tasks_and_watches()[1] == 1, "its watch")
+            shutil.rmtree(run.path)
+            wait_for(lambda: tasks_and_watches() == (tasks, 0), "it to be given up")
     assert healthy.seqs == list(range(100_001, 101_001))
 
 

@@ -98,6 +98,7 @@ def test_what_a_well_behaved_program_asks_is_answered_as_described(busy: tuple[S
         ("GET", "/api/runs", None, 200),
         ("GET", f"/api/runs/{run.id}", None, 200),
         ("GET", f"/api/runs/{run.id}/events?after=1", None, 200),
+        ("GET", f"/api/runs/{run.id}/series?points=100", None, 200),
         ("POST", f"/api/runs/{run.id}/stop", None, 200),
         ("POST", "/api/adapters", {"path": str(adapter)}, 200),
         ("POST", "/api/runs", {}, 409),

@@ -1,14 +1,17 @@
 """Runs that wait for their turn."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, wait_for, writing
+from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, started, wait_for, writing
 from trainer_core.events import Finished, Phase
-from trainer_core.run_dir import RunDir
+from trainer_core.run_dir import RunDir, RunFolders
+from webapp import supervisor
+from webapp.run_queue import RunQueue
 
 LONG = {"epochs": 100_000}
 
@@ -55,6 +58,17 @@ def test_runs_wait_in_an_order_that_can_be_changed_and_can_be_taken_out(shared_s
         assert shared_server.http.post("/api/runs", json=fixture_settings()).status_code == 409
 
 
+def test_a_queue_that_can_not_be_written_keeps_no_run(shared_server: Server) -> None:
+    (shared_server.home / "queue.json").unlink(missing_ok=True)
+    (shared_server.home / "queue.json").mkdir()
+    try:
+        answer = shared_server.http.post("/api/runs?queue=true", json=fixture_settings())
+        assert answer.status_code == 507
+        assert list(shared_server.runs) == []
+    finally:
+        (shared_server.home / "queue.json").rmdir()
+
+
 def test_a_form_in_the_queue_twice_is_one_run(shared_server: Server) -> None:
     active = make_run(shared_server.home)
     form = {"model.source": str(FIXTURE / "checkpoint"), "dataset.source": str(FIXTURE / "tensors"), "form_token": "x"}
@@ -65,21 +79,47 @@ def test_a_form_in_the_queue_twice_is_one_run(shared_server: Server) -> None:
         refused = shared_server.http.post("/runs", data=form | {"name": "A third"})
     assert first.headers["location"] == again.headers["location"] != changed.headers["location"]
     assert [first.status_code, again.status_code, changed.status_code, refused.status_code] == [303, 303, 303, 409]
-    assert "add this run to the queue" in refused.text
+    assert "or queue this run" in refused.text
     assert 'value="A third"' in refused.text
 
 
 @pytest.mark.parametrize(
     ("asked", "taken", "status"),
-    [("cpu", "cuda", 201), ("cpu", "auto", 409), ("auto", "cuda", 409), ("cpu", "cpu", 409)],
+    [("cpu", "cuda", 201), ("cuda", "cuda", 409), ("cpu", "auto", 409), ("auto", "cuda", 409), ("cpu", "cpu", 409)],
 )
 def test_one_run_a_device(asked: str, taken: str, status: int, server: Server) -> None:
     """`auto` may turn out to be any."""
     active = make_run(server.home, hardware={"device": taken})
     with writing(active) as writer:
-        writer.write(Phase(name="importing", message="m"))
+        writer.write(started(device=f"{taken}:0" if taken == "cuda" else taken))  # as PyTorch calls it
         answer = server.http.post("/api/runs", json=fixture_settings(hardware={"device": asked}, training=LONG))
         assert answer.status_code == status, answer.text
+
+
+def test_a_start_does_not_overtake_those_that_wait(tmp_path: Path) -> None:
+    """In the moment between the end of one and the turn of the next."""
+    runs, waiting = RunFolders(tmp_path), make_run(tmp_path, name="The next")
+    RunQueue(runs).add(waiting)
+    with pytest.raises(supervisor.RunActive, match="The next waits in the queue"):
+        supervisor.start_in_background(runs, waiting.load_config())
+    assert [run.id for run in runs] == [waiting.id]
+
+
+@pytest.mark.parametrize("damage", [None, "[]", "[1, null, {}]", "{", "[" * 100_000])
+def test_a_run_that_the_queue_has_lost_is_taken_up_again(damage: str | None, tmp_path: Path) -> None:
+    runs, queue = RunFolders(tmp_path), RunQueue(RunFolders(tmp_path))
+    kept, lost = make_run(tmp_path), make_run(tmp_path)
+    queue.add(kept)
+    if damage is None:
+        (tmp_path / "queue.json").unlink()
+    else:
+        (tmp_path / "queue.json").write_text(damage)
+    assert queue.waiting() == []
+    queue.take_up(before=0)
+    assert queue.waiting() == []
+    queue.take_up(before=time.time() + 1)
+    assert {run.id for run in queue.waiting()} == {kept.id, lost.id}
+    assert {run.id for run in runs} == {kept.id, lost.id}
 
 
 def test_the_queue_survives_the_server_and_a_failed_run_does_not_hold_it_up(server: Server, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.conftest import (
 )
 from trainer_core import origin, run_dir
 from trainer_core.config import RunConfig
-from trainer_core.events import Phase
+from trainer_core.events import Finished, Phase
 from trainer_core.run_dir import RunDir, RunFolders
 from webapp import supervisor
 
@@ -162,7 +162,7 @@ def test_a_kill_amid_saving_leaves_only_whole_checkpoints(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("kills", "expected"),
-    [("oom_kill 8\n", "ran out of memory"), ("oom_kill 7\n", "by signal 9 (SIGKILL). No"), (None, "Often this is")],
+    [("oom_kill 8\n", "had run out of memory"), ("oom_kill 7\n", "by signal 9 (SIGKILL). No"), (None, "Often this is")],
 )
 def test_the_kernels_kill_for_memory_is_told_apart(
     kills: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +216,7 @@ def test_a_trainer_that_hangs_can_be_killed_after_the_grace_period_and_nobody_el
         assert run.summary().may_kill
         supervisor.kill(run)
         assert processes[0].wait(5) == -signal.SIGKILL
-        assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+        wait_for(lambda: not children[0].is_running(), "the end of its child", 5)
         assert not run.is_alive()
         assert other.is_alive()
         for survivor in (*processes[1:], *children[1:]):
@@ -228,6 +228,18 @@ def test_a_trainer_that_hangs_can_be_killed_after_the_grace_period_and_nobody_el
         for process in processes:
             process.wait(5)
             process.stdout.close()
+
+
+def test_a_trainer_that_hangs_after_its_end_is_named_and_can_be_ended(tmp_path: Path) -> None:
+    runs, run = RunFolders(tmp_path), make_run(tmp_path)
+    with writing(run) as writer:
+        writer.write(Finished(reason="completed", message="m", step=1, epoch=1))
+        assert not run.summary().may_kill
+        ended = time.time() - run_dir.GRACE_SECONDS
+        os.utime(run.events, (ended, ended))
+        assert run.summary().may_kill
+        with pytest.raises(supervisor.RunActive, match="has ended, but its trainer still holds the device"):
+            supervisor.start(runs, CONFIG)
 
 
 def test_a_kill_over_http_is_refused_while_the_trainer_may_still_save(shared_server: Server) -> None:

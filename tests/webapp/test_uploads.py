@@ -133,12 +133,12 @@ def entry(name: str, mode: int = 0) -> zipfile.ZipInfo:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        (entry("../x"), "'../x' in it leads out of its folder"),
-        (entry("a/../../x"), "leads out of its folder"),
-        (entry("/etc/x"), "leads out of its folder"),
-        (entry("a\\..\\x"), "leads out of its folder"),
-        (entry("C:x"), "leads out of its folder"),
-        (entry("a\0b"), "leads out of its folder"),
+        (entry("../x"), "'../x' in it is no name of a file inside its folder"),
+        (entry("a/../../x"), "is no name of a file inside its folder"),
+        (entry("/etc/x"), "is no name of a file inside its folder"),
+        (entry("a\\..\\x"), "is no name of a file inside its folder"),
+        (entry("C:x"), "is no name of a file inside its folder"),
+        (entry("a\0b"), "is no name of a file inside its folder"),
         (entry("link", stat.S_IFLNK | 0o777), "'link' in it is a link or a device"),
         (entry("pipe", stat.S_IFIFO | 0o644), "is a link or a device"),
         (entry("a/README.md"), "'a/README.md' is in it twice"),
