@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from trainer_core.config import RunConfig
 from trainer_core.events import Event, EventWriter, Step
-from trainer_core.run_dir import RunFolders
+from trainer_core.run_folders import RunFolders
 from trainer_core.train import train
 
 WIDTH, LAYERS, TOKENS = 512, 8, 64

@@ -19,7 +19,8 @@ import pytest
 
 from trainer_core.config import RunConfig
 from trainer_core.events import EventWriter, Started, Step
-from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.run_dir import RunDir
+from trainer_core.run_folders import RunFolders
 
 # As the trainer sets it, for the tests that train in this process; before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

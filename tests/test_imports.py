@@ -13,11 +13,13 @@ LIGHT = {
     "adapter_settings",
     "config",
     "config_checks",
+    "event_reader",
     "events",
     "exports",
     "formats",
     "roots",
     "run_dir",
+    "run_folders",
     "sources",
 }
 

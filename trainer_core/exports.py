@@ -41,7 +41,7 @@ from trainer_core.formats import (
 )
 from trainer_core.headers import read_shapes
 from trainer_core.naming import diffusers_module
-from trainer_core.run_dir import slug
+from trainer_core.run_folders import slug
 from trainer_core.sources import SourceError, read_json
 
 Array = numpy.ndarray[Any, Any]

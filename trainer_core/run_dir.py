@@ -1,6 +1,6 @@
 """A run is a folder. What state it is in is computed from the folder at every look and stored nowhere.
 
-Covers: making run folders, finding them by id, their status and summary, asking for a stop.
+Covers: one run's status, summary and checkpoints, asking for a stop.
 A process id is never written down, so none can be mistaken for another process: the lock tells who lives. A run whose
 trainer has not yet taken the lock is still queued: a launch that dies before has changed nothing.
 """
@@ -11,10 +11,7 @@ import re
 import shutil
 import signal
 import time
-import unicodedata
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +22,7 @@ from filelock import FileLock
 from trainer_core.adapter_files import ADAPTER_FILES
 from trainer_core.alive_lock import is_held
 from trainer_core.config import RunConfig
-from trainer_core.events import parse_line
+from trainer_core.event_reader import parse_line
 from trainer_core.origin import STATE_FILES
 from trainer_core.sources import plain
 
@@ -40,8 +37,6 @@ WINDOW_BYTES = 1 << 16
 """How much of an event file's start and end a summary reads, so that its cost does not grow with the run."""
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 1 << 13, 20
 
-# One folder's name, also as file managers name a copy: "20261130-084701-my-adapter (copy)".
-RUN_ID = re.compile(r"\w[\w .()+-]{0,199}")
 CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
 
 
@@ -260,7 +255,7 @@ class RunDir:
     def find_checkpoint(self, name: str) -> Path | None:
         """The folder of the complete checkpoint `name`, or None. Nothing outside the run is ever returned."""
         folder = self.checkpoints / name
-        if not CHECKPOINT_NAME.fullmatch(name) or not _is_inside(folder, self.path):
+        if not CHECKPOINT_NAME.fullmatch(name) or not is_inside(folder, self.path):
             return None
         return folder if all((folder / file).is_file() for file in (*ADAPTER_FILES, "state.json")) else None
 
@@ -317,60 +312,6 @@ class RunDir:
             return None, None
 
 
-class RunFolders:
-    """All runs of one home folder."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.path = home / "runs"
-
-    def create(self, config: RunConfig, form_token: str = "") -> RunDir:
-        """A new run folder that holds `config`. Raises OSError when it can't be written."""
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(config.name)}".rstrip("-")
-        path = _first_free(lambda count: self.path / (stem if count == 1 else f"{stem}-{count}"))
-        try:
-            if form_token:
-                (path / "form_token").write_text(form_token, encoding="utf-8")
-            # Last, as it makes the folder a run; and whole, as another server may look at it this moment.
-            (path / ".config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
-            (path / ".config.json").rename(path / "config.json")
-        except OSError:  # a full disk; an empty run would stay in the list for ever
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        return RunDir(path)
-
-    def find(self, run_id: str) -> RunDir | None:
-        """The run with this id, or None. An id that would lead out of the folder finds nothing."""
-        path = self.path / run_id
-        if not RUN_ID.fullmatch(run_id) or not _is_inside(path, self.path):
-            return None
-        try:
-            return RunDir(path) if (path / "config.json").is_file() else None
-        except OSError:  # a name longer than the system allows
-            return None
-
-    def __iter__(self) -> Iterator[RunDir]:
-        """Newest first."""
-        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        found = [run for name in names if (run := self.find(name))]
-        return iter(sorted(found, key=lambda run: (run.created, run.id), reverse=True))
-
-    def active(self) -> list[RunDir]:
-        """The runs whose trainers live."""
-        # Where the end was recorded nobody lives; to try every lock of a long list takes its time.
-        return [run for run in self if not run.exit.exists() and run.is_alive()]
-
-
-def _first_free(candidate: Callable[[int], Path]) -> Path:
-    for count in range(1, 1000):
-        try:
-            candidate(count).mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return candidate(count)
-    raise FileExistsError(f"There are already 999 folders like {candidate(1)}.")
-
-
 @lru_cache(maxsize=4096)
 def _checkpoint_info(folder: Path, changed: int) -> CheckpointInfo:
     """What a checkpoint's files tell. A complete one never changes, so a night's worth is read once."""
@@ -399,13 +340,7 @@ def _finite(value: Any) -> float | None:
         return None
 
 
-def slug(name: str) -> str:
-    """A run's name as a part of a file name that every system takes; empty where nothing of it is left."""
-    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
-    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:40].strip("-")
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
+def is_inside(path: Path, folder: Path) -> bool:
     """Whether `path`, with its links followed, lies in `folder`."""
     try:
         return path.resolve().is_relative_to(folder.resolve())

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from trainer_core import adapter_files
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.config_checks import ConfigError, validate
-from trainer_core.events import EventReader
+from trainer_core.event_reader import EventReader
 from trainer_core.roots import Roots
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import absolute_path, plain

@@ -6,7 +6,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
-from trainer_core.run_dir import RunFolders
+from trainer_core.run_folders import RunFolders
 from webapp import actions, api, openapi, pages, sign_in
 from webapp.api_key import ApiKey
 from webapp.body_limit import BodyLimit

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.formats import FORMATS, PRECISIONS
-from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.run_dir import RunDir
+from trainer_core.run_folders import RunFolders
 from trainer_core.sources import SourceError
 from webapp.settings import Settings, StartError, allowed_folders, default_home, listen, prepare_home
 from webapp.supervisor import RunActive

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import psutil
 
-from trainer_core.run_dir import RunFolders
+from trainer_core.run_folders import RunFolders
 from webapp.run_queue import RunQueue
 from webapp.supervisor import start_queued, starting
 

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from trainer_core.events import EventReader
+from trainer_core.event_reader import EventReader
 from trainer_core.run_dir import RunDir
 from webapp import runs
 from webapp.api import after_parameter

@@ -2,7 +2,8 @@
 
 import json
 
-from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.run_dir import RunDir
+from trainer_core.run_folders import RunFolders
 
 
 class RunQueue:

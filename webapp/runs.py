@@ -7,7 +7,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
 from trainer_core.roots import Roots
-from trainer_core.run_dir import RunDir, RunFolders, RunSummary
+from trainer_core.run_dir import RunDir, RunSummary
+from trainer_core.run_folders import RunFolders
 
 
 def folders(connection: HTTPConnection) -> RunFolders:

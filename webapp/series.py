@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trainer_core.events import DAMAGED, EventReader, LineHead, damaged_line, parse_line, read_heads
+from trainer_core.event_reader import DAMAGED, EventReader, LineHead, damaged_line, parse_line, read_heads
 from webapp import runs
 from webapp.thinning import averages, choose, spread
 

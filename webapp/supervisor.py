@@ -17,7 +17,8 @@ import psutil
 from filelock import FileLock
 
 from trainer_core.config import RunConfig
-from trainer_core.run_dir import ENDINGS, GRACE_SECONDS, RunDir, RunFolders
+from trainer_core.run_dir import ENDINGS, GRACE_SECONDS, RunDir
+from trainer_core.run_folders import RunFolders
 from webapp.run_queue import RunQueue
 
 LAUNCH_SECONDS = 60.0

@@ -9,8 +9,9 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer_core.config import RunConfig
-from trainer_core.events import EventReader
-from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.event_reader import EventReader
+from trainer_core.run_dir import RunDir
+from trainer_core.run_folders import RunFolders
 from webapp.supervisor import start
 
 LOOK_SECONDS = 0.2

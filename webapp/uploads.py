@@ -16,7 +16,7 @@ from typing import IO
 from trainer_core import adapter_files
 from trainer_core.adapter_files import ADAPTER_FILES, AdapterFile
 from trainer_core.adapter_settings import MAX_CONFIG_BYTES
-from trainer_core.run_dir import slug
+from trainer_core.run_folders import slug
 from trainer_core.sources import PATH_SEPARATORS, SourceError, plain, shorten
 
 MAX_BYTES = {ADAPTER_FILES[0]: MAX_CONFIG_BYTES, ADAPTER_FILES[1]: 16 << 30}

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer_core.events import EventReader
+from trainer_core.event_reader import EventReader
 from trainer_core.run_dir import RunDir, RunSummary
 from webapp import runs
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import step
-from trainer_core.events import EventReader, EventWriter, Step, Warning
+from trainer_core.event_reader import EventReader
+from trainer_core.events import EventWriter, Step, Warning
 
 
 def strict(line: str) -> Any:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import FIXTURE
 from tests.fuzzing import as_safetensors, damaged, json_values, repeatable
 from trainer_core import adapter_files, dataset, sources
-from trainer_core.events import EventReader, parse_line
+from trainer_core.event_reader import EventReader, parse_line
 from trainer_core.headers import read_header
 from trainer_core.sources import SourceError
 

@@ -15,7 +15,8 @@ from tests.conftest import make_run
 from trainer_core import run_dir
 from trainer_core.adapter_files import ADAPTER_FILES
 from trainer_core.config import RunConfig
-from trainer_core.run_dir import RunDir, RunFolders, Status
+from trainer_core.run_dir import RunDir, Status
+from trainer_core.run_folders import RunFolders
 
 STARTED = {"type": "started", "total_steps": 9, "total_epochs": 3}
 STEP = {"type": "step", "step": 4, "epoch": 2, "loss": 0.5}

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, wait_for
-from trainer_core.run_dir import RunFolders
+from trainer_core.run_folders import RunFolders
 
 
 def descant(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":

@@ -9,7 +9,8 @@ import pytest
 
 from tests.conftest import FIXTURE, Server, fixture_settings, make_run, read_events, started, wait_for, writing
 from trainer_core.events import Finished, Phase
-from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.run_dir import RunDir
+from trainer_core.run_folders import RunFolders
 from webapp import supervisor
 from webapp.run_queue import RunQueue
 

@@ -25,7 +25,8 @@ from tests.conftest import (
 from trainer_core import origin, run_dir
 from trainer_core.config import RunConfig
 from trainer_core.events import Finished, Phase
-from trainer_core.run_dir import RunDir, RunFolders
+from trainer_core.run_dir import RunDir
+from trainer_core.run_folders import RunFolders
 from webapp import supervisor
 
 LONG = {"epochs": 100_000}
