@@ -93,9 +93,8 @@ def train_and_record(run: RunDir, writer: EventWriter) -> int:
     emit(Phase(name="importing", message="Starting PyTorch"))
     threading.Thread(target=watch, daemon=True).start()
     try:
-        from trainer_core.train import (
-            train,
-        )  # seconds of imports: after the first event, so that the page shows life
+        # Seconds of imports: after the first event, so that the page shows life.
+        from trainer_core.train import train
 
         finished = train(run, run.load_config(), emit)
     except Exception as error:

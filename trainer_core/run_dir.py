@@ -238,14 +238,8 @@ class RunDir:
             try:
                 if checkpoint := self.find_checkpoint(folder.name):
                     found.append(_checkpoint_info(checkpoint, checkpoint.stat().st_mtime_ns))
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-                TypeError,
-                OverflowError,
-                RecursionError,
-            ):  # deleted this moment, or damaged by hand
+            # Deleted this moment, or damaged by hand.
+            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
         measured = [checkpoint for checkpoint in found if checkpoint.validation_loss is not None]
         best = min(measured, key=lambda checkpoint: (checkpoint.validation_loss, checkpoint.step), default=None)

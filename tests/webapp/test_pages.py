@@ -271,7 +271,7 @@ def test_a_run_folder_that_can_not_be_written_loses_nothing(shared_server: Serve
     try:
         answer = shared_server.http.post("/runs", data=form(name="Kept"))
         assert answer.status_code == 507
-        assert "can&#39;t be written" in answer.text
+        assert "The run can&#39;t be started" in answer.text
         assert 'value="Kept"' in answer.text
     finally:
         runs.unlink()
