@@ -17,7 +17,7 @@ import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.browser.conftest import find_chromium
-from tests.conftest import Server, append_steps, make_run, started, writing
+from tests.conftest import Server, append_steps, make_run, started, step, writing
 from trainer_core.run_dir import RunDir
 
 FLAGS = ["--no-sandbox", "--enable-precise-memory-info"]
@@ -28,7 +28,8 @@ def write_run(home: Path, steps: int) -> RunDir:
     run = make_run(home)
     with writing(run) as writer:
         writer.write(started(total_steps=steps))
-    append_steps(run, 2, (0.2 + math.exp(-8 * n / steps) * random.uniform(0.5, 1.5) for n in range(steps)))
+        for n in range(1, steps + 1):
+            writer.write(step(n, loss=0.2 + math.exp(-8 * n / steps) * random.uniform(0.5, 1.5)))
     return run
 
 
@@ -96,7 +97,7 @@ def main() -> None:
                 server.start()
                 open_page(browser, server, make_run(server.home), ".")[0].close()  # Chromium itself starts slowly
                 for label in ("on a server that has not seen the run", "again"):
-                    page, seconds = open_page(browser, server, run, f"{steps + 1:,}")
+                    page, seconds = open_page(browser, server, run, f"{steps:,}")
                     print(f"page, {label}: {seconds:.2f} s", flush=True)
                 grow(page, run, steps)
         finally:

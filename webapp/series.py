@@ -1,7 +1,8 @@
 """A run's history as columns thinned for a chart: what a page loads before it follows the live stream.
 
 A million steps are 200 MB of events. Of each step only the loss and the place in the file are kept in memory, 16 bytes,
-so that the next look reads only what is new. The other columns are read for the chosen steps alone.
+so that the next look reads only what is new; a first look takes both from the index that the trainer keeps beside the
+events. The other columns are read for the chosen steps alone.
 """
 
 import threading
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trainer_core.event_reader import DAMAGED, EventReader, LineHead, damaged_line, parse_line, read_heads
+from trainer_core.events import AN_EPOCH, ANOTHER
 from webapp import runs
 from webapp.thinning import averages, choose, spread
 
@@ -25,6 +27,10 @@ LEAST_POINTS, DEFAULT_POINTS, MOST_POINTS = 100, 2000, 10_000
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "seconds", "time", "memory_bytes")
 FEED_LENGTH = 200
 REMEMBERED_RUNS = 4
+UNINDEXED_BYTES = 1 << 20
+"""At the end of the events, which a power cut may have spoilt: they are read line by line whatever the index says."""
+TRIED_PLACES = 50
+"""Lines by which an index is proved to be that of these events."""
 
 
 def series(request: Request) -> Response:
@@ -87,12 +93,45 @@ class Series:
     def snapshot(self, points: int) -> tuple[bytes, int]:
         """The series as JSON, and the `seq` it reaches to. Raises OSError when the file has just been deleted."""
         with self._lock:
+            if not self._reader.offset:
+                self._take_index()
             start = self._reader.offset
             while data := self._reader.read_bytes():
                 self._take(data, start)
                 start = self._reader.offset
             with self._events.open("rb") if start else BytesIO() as file:
                 return msgspec.json.encode(self._as_data(file, points)), self._reader.seq
+
+    def _take_index(self) -> None:
+        """Take what the index has of the events, but for their end; nothing if it does not fit them."""
+        import numpy as np
+
+        try:
+            index = np.fromfile(self._events.with_suffix(".index"), [("offset", "<i8"), ("kind", "<f8")])
+            size = self._events.stat().st_size
+        except OSError:
+            return
+        offsets, kinds = index["offset"], index["kind"]
+        count = int(np.searchsorted(offsets, size - UNINDEXED_BYTES)) - 1
+        if count < 1 or offsets[0] != 0 or (np.diff(offsets) <= 0).any():
+            return
+        with self._events.open("rb") as file:
+
+            def head_at(place: int) -> LineHead:
+                file.seek(offsets[place])
+                return read_heads(file.readline(), place, 1)[0]
+
+            if any(head_at(place).type == DAMAGED for place in spread(np.arange(count + 1), TRIED_PLACES).tolist()):
+                return
+            is_step = np.isfinite(kinds[:count]) | np.isnan(kinds[:count])
+            self._losses.frombytes(kinds[:count][is_step].tobytes())
+            self._offsets.frombytes(offsets[:count][is_step].tobytes())
+            epochs = np.flatnonzero(kinds[:count] == AN_EPOCH)[-FEED_LENGTH:]
+            others = np.flatnonzero(np.isnan(kinds[:count]) | (kinds[:count] == ANOTHER))
+            for place in np.sort(np.concatenate((epochs, others))).tolist():
+                self._note(head_at(place), int(offsets[place]))
+            self._first_time = head_at(0).time
+        self._reader.seq, self._reader.offset = count, int(offsets[count])
 
     def _take(self, lines: bytes, start: int) -> None:
         """Read complete lines of which the first begins at `start`."""

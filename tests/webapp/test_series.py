@@ -1,15 +1,17 @@
 """The thinned history of a run: nothing that matters is thinned away, and it is what the events say."""
 
 import json
+import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Server, append_steps, make_run, read_events, started, step, writing
-from trainer_core.events import Checkpoint, Phase, Skipped, Validation, Warning
+from trainer_core.events import PLACE, Checkpoint, Epoch, Phase, Skipped, Validation, Warning
 from trainer_core.run_dir import RunDir
-from webapp.series import COLUMNS, Series
+from webapp.series import COLUMNS, UNINDEXED_BYTES, Series
 
 SKIPPED = Skipped(step=3, epoch=1, reason="r", nonfinite_tensors=1, total_tensors=2, names=["a"])
 NAN = float("nan")
@@ -172,3 +174,41 @@ def test_a_run_that_was_copied_back_under_its_name_is_read_anew(shared_server: S
     assert shared_server.http.get(address).json()["columns"]["step"] == [1, 2, 3]
     run.delete()
     assert shared_server.http.get(address).status_code == 404
+
+
+def test_an_index_gives_what_the_lines_give_and_a_wrong_one_is_not_believed(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path), make_run(tmp_path)
+    with writing(other) as writer:
+        writer.write(started())
+        for number in range(1, 1000):
+            writer.write(step(number))
+    with writing(run) as writer:
+        writer.write(started())
+        for number in range(1, 12_001):
+            writer.write(step(number, loss=math.inf if number % 3000 == 7 else 1 + math.sin(number)))
+            if number % 40 == 0:
+                writer.write(Epoch(epoch=number // 40, loss=0.5, updates=40, skipped=0, seconds=1))
+            if number % 2000 == 0:
+                writer.write(Validation(step=number, epoch=number // 40, loss=number / 1e6))
+                writer.write(Checkpoint(name="c", step=number, epoch=1, bytes=1, tensors=1))
+                writer.write(SKIPPED.model_copy(update={"step": number + 1}))
+    index = run.events.with_suffix(".index")
+    indexed = Series(run.events)
+    seen = indexed.snapshot(500)
+    assert run.events.stat().st_size > 2 * UNINDEXED_BYTES
+    whole = index.read_bytes()
+    assert len(whole) == PLACE.size * seen[1]
+
+    for damaged in (
+        whole[: 16 * 5000 + 3],
+        whole[16:],
+        whole[: 16 * 3000] + whole[16 * 3001 :],
+        bytes(len(whole)),
+        b"\xff" * len(whole),
+        b"",
+        other.events.with_suffix(".index").read_bytes(),
+    ):
+        index.write_bytes(damaged)
+        assert Series(run.events).snapshot(500) == seen
+    index.unlink()
+    assert Series(run.events).snapshot(500) == seen
