@@ -33,9 +33,9 @@ else:
             return False
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # the second on some network file systems
             return True
-        except OSError:  # a file system without locks, where nobody can train
+        except OSError:  # a file system without locks, which can't hold a home
             return False
         finally:
             os.close(handle)

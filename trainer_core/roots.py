@@ -13,6 +13,8 @@ from trainer_core.sources import SourceError, plain
 
 SUFFIXES = (".json", ".pt", ".safetensors")
 """Of the files that a model, data set or adapter is read from."""
+PARTS = ("transformer", "condition_encoder", "adapter")
+"""The folders in such a folder that are looked into."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ ANYWHERE = Roots(None)
 
 
 def _read(path: str) -> Iterator[Path]:
-    """The path itself, the folders in it that a pipeline's parts are read from, and the links among their files."""
-    for folder in (Path(path), Path(path) / "transformer", Path(path) / "condition_encoder"):
+    """The path itself, its PARTS, and the links among their files."""
+    for folder in (Path(path), *(Path(path) / part for part in PARTS)):
         yield folder
         yield from (found for found in folder.glob("*") if found.suffix in SUFFIXES and found.is_symlink())
 

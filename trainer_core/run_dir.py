@@ -31,6 +31,7 @@ ACTIVE: tuple[Status, ...] = ("starting", "running", "stopping")
 ENDINGS: tuple[Status, ...] = ("completed", "stopped", "aborted", "failed")
 
 FULL_BYTES = 1 << 20
+"""With less room than this a disk counts as full."""
 GRACE_SECONDS = 20.0
 """How long a trainer may take that was asked to stop, or whose run has ended, before it may be killed."""
 WINDOW_BYTES = 1 << 16
@@ -178,7 +179,7 @@ class RunDir:
         elif status == "stopped" and message is None:
             message = "Taken out of the queue before it began."
         elif status in ACTIVE and self._is_disk_full():
-            message = "The disk is full. Training goes on; free some space so that checkpoints can be written."
+            message = "The disk is full. Nothing is lost so far; free some space, so that it can be written."
         return RunSummary(
             id=self.id,
             name=plain(str(settings.get("name", self.id))),

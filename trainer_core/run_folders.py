@@ -54,8 +54,7 @@ class RunFolders:
 
     def active(self) -> list[RunDir]:
         """The runs whose trainers live."""
-        # Where the end was recorded nobody lives; to try every lock of a long list takes its time.
-        return [run for run in self if not run.exit.exists() and run.is_alive()]
+        return [run for run in self if run.is_alive()]
 
 
 def _first_free(candidate: Callable[[int], Path]) -> Path:

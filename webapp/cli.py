@@ -19,7 +19,7 @@ from trainer_core.run_dir import RunDir
 from trainer_core.run_folders import RunFolders
 from trainer_core.sources import SourceError
 from webapp.settings import Settings, StartError, allowed_folders, default_home, listen, prepare_home
-from webapp.supervisor import RunActive
+from webapp.supervisor import RunActive, start
 
 if TYPE_CHECKING:
     import uvicorn
@@ -192,7 +192,7 @@ def train(options: argparse.Namespace) -> int:
     from webapp import terminal
 
     try:
-        return terminal.train(RunFolders(prepare_home(options.home)), config)
+        trainer = start(RunFolders(prepare_home(options.home)), config)
     except RunActive as error:
         raise StartError(str(error)) from error
     except OSError as error:
@@ -200,6 +200,7 @@ def train(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("descant: interrupted before the run began", file=sys.stderr)
         return 130
+    return terminal.follow(trainer)
 
 
 def export(options: argparse.Namespace) -> int:

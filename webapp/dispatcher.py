@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator
 
 import psutil
@@ -13,8 +12,6 @@ from webapp.run_queue import RunQueue
 from webapp.supervisor import start_queued, starting
 
 LOOK_SECONDS = 1.0
-TAKE_UP_SECONDS = 60.0
-"""Between looks for runs that are in no queue: their start was cut off, or the queue's file was damaged."""
 logger = logging.getLogger(__name__)
 
 
@@ -30,13 +27,13 @@ async def dispatching(runs: RunFolders) -> AsyncIterator[None]:
 
 
 def _dispatch(runs: RunFolders, ending: threading.Event) -> None:
-    before, look_again = psutil.Process().create_time(), 0.0
+    has_taken_up = False
     while not ending.wait(LOOK_SECONDS):
         try:
-            if time.monotonic() >= look_again:
-                with starting(runs):
-                    RunQueue(runs).take_up(before)
-                before, look_again = time.time(), time.monotonic() + TAKE_UP_SECONDS
             start_queued(runs)
+            if not has_taken_up:
+                with starting(runs):
+                    RunQueue(runs).take_up(before=psutil.Process().create_time())
+                has_taken_up = True
         except Exception:  # as on a full disk: the next look may have more luck
             logger.exception("The queue could not be looked after; trying again.")

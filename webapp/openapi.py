@@ -168,7 +168,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Ask the trainer to save and stop, or take the run out of the queue", "RunSummary", errors=(404,)
     ),
     ("POST", "/api/runs/{run_id}/kill"): Operation(
-        "End a trainer that was asked to stop and doesn't", "RunSummary", errors=(404, 409)
+        "End a trainer that does not end after a stop, or after its run", "RunSummary", errors=(404, 409)
     ),
     ("POST", "/api/runs/{run_id}/queue"): Operation(
         "Move a run that waits", "Queue", errors=(400, 404, 409, 422, 507), body=((JSON, "Place"),)
@@ -209,7 +209,7 @@ def describe(needs_key: bool) -> dict[str, Any]:
             "version": metadata.version("descant"),
             "description": "Beside these addresses, a websocket at /runs/{run_id}/live?after=SEQ sends "
             '{"events": [...]}, all events after one and then each as it happens; {"run": {...}} when the run changes; '
-            '{"snapshot": {...}}, a Series, to who reads too slowly; and {} when nothing happens.',
+            '{"snapshot": {...}}, a Series, to whoever reads too slowly; and {} when nothing happens.',
         },
         "paths": paths,
         "components": components,

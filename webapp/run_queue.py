@@ -29,7 +29,10 @@ class RunQueue:
         self._write(order)
 
     def take_up(self, before: float) -> None:
-        """Add the runs made `before`, in seconds since 1970, that were neither begun nor added."""
+        """Add the runs made `before`, in seconds since 1970, that were neither begun nor added: a start was cut off.
+
+        For a server's start only: later such a folder may be one that is still being copied here.
+        """
         waiting = self.waiting()
         listed = {run.id for run in waiting}
         others = [run for run in self._runs if run.id not in listed and run.created < before and run.is_queued()]
@@ -38,7 +41,7 @@ class RunQueue:
     def _order(self) -> list[str]:
         try:
             order = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # none yet, or damaged: then in the order they were made
+        except (OSError, ValueError, RecursionError):  # none yet, or damaged: `take_up` finds the runs
             return []
         return [run_id for run_id in order if isinstance(run_id, str)] if isinstance(order, list) else []
 

@@ -5,6 +5,7 @@ so that the next look reads only what is new; a first look takes both from the i
 events. The other columns are read for the chosen steps alone.
 """
 
+import math
 import threading
 from array import array
 from collections import deque
@@ -60,12 +61,13 @@ def snapshot(events: Path, points: int = DEFAULT_POINTS) -> tuple[bytes, int]:
     The runs that were looked at last are remembered: 16 MB for each million steps of them.
     """
     try:
-        size = events.stat().st_size
+        file, size = events.stat().st_ino, events.stat().st_size
     except OSError:
-        size = 0
-    if size < _series_of(events).offset:  # another file under this name, as of a run that was copied back
+        file = size = 0
+    # Another file under this name, as of a run that was copied back, may have the number of the one before.
+    if size < _series_of(events, file).offset:
         _series_of.cache_clear()
-    return _series_of(events).snapshot(points)
+    return _series_of(events, file).snapshot(points)
 
 
 class Series:
@@ -121,16 +123,22 @@ class Series:
                 file.seek(offsets[place])
                 return read_heads(file.readline(), place, 1)[0]
 
-            if any(head_at(place).type == DAMAGED for place in spread(np.arange(count + 1), TRIED_PLACES).tolist()):
+            tried = spread(np.arange(count + 1), TRIED_PLACES).tolist()
+            heads = [head_at(place) for place in tried]
+            is_sound = not any(head.type == DAMAGED for head in heads)
+            if not (is_sound and np.array_equal([_kind_of(head) for head in heads], kinds[tried], equal_nan=True)):
                 return
             is_step = np.isfinite(kinds[:count]) | np.isnan(kinds[:count])
-            self._losses.frombytes(kinds[:count][is_step].tobytes())
-            self._offsets.frombytes(offsets[:count][is_step].tobytes())
             epochs = np.flatnonzero(kinds[:count] == AN_EPOCH)[-FEED_LENGTH:]
             others = np.flatnonzero(np.isnan(kinds[:count]) | (kinds[:count] == ANOTHER))
-            for place in np.sort(np.concatenate((epochs, others))).tolist():
-                self._note(head_at(place), int(offsets[place]))
+            noted = [
+                (head_at(place), int(offsets[place])) for place in np.sort(np.concatenate((epochs, others))).tolist()
+            ]
             self._first_time = head_at(0).time
+        self._losses.frombytes(kinds[:count][is_step].tobytes())
+        self._offsets.frombytes(offsets[:count][is_step].tobytes())
+        for head, offset in noted:
+            self._note(head, offset)
         self._reader.seq, self._reader.offset = count, int(offsets[count])
 
     def _take(self, lines: bytes, start: int) -> None:
@@ -198,6 +206,13 @@ class Series:
         }
 
 
+def _kind_of(head: LineHead) -> float:
+    """What an index has of a line."""
+    if head.type == "step":
+        return math.nan if head.loss is None else head.loss
+    return AN_EPOCH if head.type == "epoch" else ANOTHER
+
+
 def _event_at(file: BinaryIO, offset: int | None) -> dict[str, Any]:
     """The event whose line begins at `offset`; empty for none."""
     if offset is None:
@@ -208,5 +223,5 @@ def _event_at(file: BinaryIO, offset: int | None) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=REMEMBERED_RUNS)
-def _series_of(events: Path) -> Series:
+def _series_of(events: Path, file: int) -> Series:
     return Series(events)

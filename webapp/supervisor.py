@@ -44,8 +44,8 @@ class RunActive(Exception):
             message = f"{summary.name} is being trained. Wait until it ends, stop it first, or queue this run."
         else:
             message = (
-                f"{summary.name} has ended, but its trainer still holds the device. If it stays so, its page lets you "
-                "end it."
+                f"{summary.name} has ended, but its trainer still holds the device. If it stays so, load its page "
+                "again: it lets you end the trainer."
             )
         super().__init__(message)
         self.run = run
@@ -160,11 +160,12 @@ def start_queued(runs: RunFolders) -> None:
         taken = [run.summary().device for run in runs.active()]
         for run in RunQueue(runs).waiting():
             device = run.summary().device
-            if any(_may_be_one(device, other) for other in taken):
+            is_free = not any(_may_be_one(device, other) for other in taken)
+            taken.append(device)  # also by those that go on waiting, or later ones would overtake them
+            if not is_free:
                 continue
             try:
                 Trainer(run).record_exit_in_background()
-                taken.append(device)
             except OSError as error:  # as without memory for a process; it does not hold up the next one
                 with contextlib.suppress(OSError):
                     run.log.write_text(f"The trainer could not be started: {error}.\n", encoding="utf-8")
@@ -180,9 +181,10 @@ def kill(run: RunDir) -> None:
     summary = run.summary()
     if not summary.may_kill:
         raise KillRefused(
-            f"The trainer may still be saving. It can be ended {GRACE_SECONDS:.0f} s after it was asked to stop."
-            if summary.status == "stopping"
-            else "Only a run that is stopping can be ended without saving. Stop it first."
+            "Only a run that is stopping can be ended without saving. Stop it first."
+            if summary.status in ("starting", "running") or not run.is_alive()
+            else "The trainer may still be saving or leaving. It can be ended once it has had "
+            f"{GRACE_SECONDS:.0f} s for that."
         )
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

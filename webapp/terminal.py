@@ -8,21 +8,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer_core.config import RunConfig
 from trainer_core.event_reader import EventReader
 from trainer_core.run_dir import RunDir
-from trainer_core.run_folders import RunFolders
-from webapp.supervisor import start
+from webapp.supervisor import Trainer
 
 LOOK_SECONDS = 0.2
 
 
-def train(runs: RunFolders, config: RunConfig) -> int:
-    """Train in the foreground; 0 when the run completed or was stopped, else 1.
+def follow(trainer: Trainer) -> int:
+    """Show a run until it ends; 0 when it completed or was stopped, else 1.
 
-    Ctrl-C saves and stops, a second one kills. Raises what `supervisor.start` raises.
+    Ctrl-C saves and stops, a second one kills.
     """
-    trainer = start(runs, config)
     run = trainer.run
     print(f"Training in {run.path}", file=sys.stderr)
 

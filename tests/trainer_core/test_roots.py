@@ -58,7 +58,7 @@ def test_what_leads_outside_is_refused(path: str, roots: Roots, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "0.pt", "adapter_model.safetensors", "transformer", "transformer/x.json"]
+    "name", ["config.json", "0.pt", "adapter_model.safetensors", "adapter", "transformer", "transformer/x.json"]
 )
 def test_a_link_among_the_files_that_are_read_is_followed_too(name: str, roots: Roots, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "model"

@@ -106,9 +106,20 @@ def test_a_start_does_not_overtake_those_that_wait(tmp_path: Path) -> None:
     assert [run.id for run in runs] == [waiting.id]
 
 
+def test_those_that_wait_do_not_overtake_each_other(tmp_path: Path) -> None:
+    """The first may turn out to want what the second wants."""
+    runs = RunFolders(tmp_path)
+    active, first, second = (make_run(tmp_path, hardware={"device": device}) for device in ("cpu", "auto", "cuda"))
+    with writing(active):
+        for run in (first, second):
+            RunQueue(runs).add(run)
+        supervisor.start_queued(runs)
+        assert [run.id for run in RunQueue(runs).waiting()] == [first.id, second.id]
+
+
 @pytest.mark.parametrize("damage", [None, "[]", "[1, null, {}]", "{", "[" * 100_000])
 def test_a_run_that_the_queue_has_lost_is_taken_up_again(damage: str | None, tmp_path: Path) -> None:
-    runs, queue = RunFolders(tmp_path), RunQueue(RunFolders(tmp_path))
+    queue = RunQueue(RunFolders(tmp_path))
     kept, lost = make_run(tmp_path), make_run(tmp_path)
     queue.add(kept)
     if damage is None:
@@ -119,8 +130,7 @@ def test_a_run_that_the_queue_has_lost_is_taken_up_again(damage: str | None, tmp
     queue.take_up(before=0)
     assert queue.waiting() == []
     queue.take_up(before=time.time() + 1)
-    assert {run.id for run in queue.waiting()} == {kept.id, lost.id}
-    assert {run.id for run in runs} == {kept.id, lost.id}
+    assert [run.id for run in queue.waiting()] == [kept.id, lost.id]
 
 
 def test_the_queue_survives_the_server_and_a_failed_run_does_not_hold_it_up(server: Server, tmp_path: Path) -> None:

@@ -198,6 +198,10 @@ def test_an_index_gives_what_the_lines_give_and_a_wrong_one_is_not_believed(tmp_
     assert run.events.stat().st_size > 2 * UNINDEXED_BYTES
     whole = index.read_bytes()
     assert len(whole) == PLACE.size * seen[1]
+    kinds = [PLACE.pack(offset, 7.0) for offset, _ in PLACE.iter_unpack(whole)]
+    taken = Series(run.events)
+    taken._take_index()
+    assert run.events.stat().st_size - 2 * UNINDEXED_BYTES < taken.offset < run.events.stat().st_size
 
     for damaged in (
         whole[: 16 * 5000 + 3],
@@ -205,6 +209,7 @@ def test_an_index_gives_what_the_lines_give_and_a_wrong_one_is_not_believed(tmp_
         whole[: 16 * 3000] + whole[16 * 3001 :],
         bytes(len(whole)),
         b"\xff" * len(whole),
+        b"".join(kinds),
         b"",
         other.events.with_suffix(".index").read_bytes(),
     ):

@@ -222,6 +222,14 @@ def test_a_trainer_that_hangs_can_be_killed_after_the_grace_period_and_nobody_el
         assert other.is_alive()
         for survivor in (*processes[1:], *children[1:]):
             assert survivor.is_running()
+
+        # One that hangs after its run's end.
+        other.events.write_text('{"type":"finished","reason":"completed","message":"m","seq":1}\n')
+        os.utime(other.events, (asked, asked))
+        supervisor.kill(other)
+        assert processes[1].wait(5) == -signal.SIGKILL
+        assert other.status() == "completed"
+        assert processes[2].is_running()
     finally:
         for process in (*processes, *children):
             if process.is_running():
@@ -231,14 +239,13 @@ def test_a_trainer_that_hangs_can_be_killed_after_the_grace_period_and_nobody_el
             process.stdout.close()
 
 
-def test_a_trainer_that_hangs_after_its_end_is_named_and_can_be_ended(tmp_path: Path) -> None:
+def test_a_trainer_that_hangs_after_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LEAVE_SECONDS", 0.2)
     runs, run = RunFolders(tmp_path), make_run(tmp_path)
     with writing(run) as writer:
         writer.write(Finished(reason="completed", message="m", step=1, epoch=1))
-        assert not run.summary().may_kill
-        ended = time.time() - run_dir.GRACE_SECONDS
-        os.utime(run.events, (ended, ended))
-        assert run.summary().may_kill
+        with pytest.raises(supervisor.KillRefused, match="saving or leaving"):
+            supervisor.kill(run)
         with pytest.raises(supervisor.RunActive, match="has ended, but its trainer still holds the device"):
             supervisor.start(runs, CONFIG)
 
