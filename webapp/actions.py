@@ -93,6 +93,8 @@ def delete(request: Request) -> Response:
         with starting(runs.folders(request)):  # or one that waits could be started this moment
             if run.status() in ACTIVE:
                 raise HTTPException(409, "This run is being trained. Stop it first, then delete it.")
+            if run.is_alive():
+                raise HTTPException(409, "This run has ended, but its trainer is still leaving. Try again in a moment.")
             run.delete()
     except OSError as error:
         raise HTTPException(409, f"The run could not be deleted: {error}. Close what has its files open.") from error

@@ -168,8 +168,9 @@ def start_queued(runs: RunFolders) -> None:
                 Trainer(run).record_exit_in_background()
             except OSError as error:  # as without memory for a process; it does not hold up the next one
                 with contextlib.suppress(OSError):
-                    run.log.write_text(f"The trainer could not be started: {error}.\n", encoding="utf-8")
                     run.record_exit(CAN_NOT_EXECUTE, None)
+                with contextlib.suppress(OSError):
+                    run.log.write_text(f"The trainer could not be started: {error}.\n", encoding="utf-8")
 
 
 def kill(run: RunDir) -> None:

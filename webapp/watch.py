@@ -86,7 +86,7 @@ class Watch:
                 # The state first, so that an ended run's last events are read before the stream ends.
                 if is_due := time.monotonic() - looked_at >= STATUS_SECONDS:
                     looked_at = time.monotonic()
-                    self._take(await asyncio.to_thread(lambda: run.summary() if run.config.is_file() else None))
+                    self._take(*await asyncio.to_thread(_look_at, run))
                 if lines := await asyncio.to_thread(reader.read):
                     self._add(lines)
                 if lines or is_due:
@@ -99,8 +99,8 @@ class Watch:
         for waker in self.wakers:
             waker.set()
 
-    def _take(self, summary: RunSummary | None) -> None:
-        """Take in the run's state; None if it is gone."""
+    def _take(self, summary: RunSummary | None, is_alive: bool) -> None:
+        """Take in the run's state, None if it is gone, and whether its trainer lives."""
         if summary is None:
             self.is_deleted = True
             return
@@ -110,7 +110,8 @@ class Watch:
             self._summary, self._changed_at = steady, now
             self.state = f'{{"run":{json.dumps(runs.as_data(summary))}}}'
         has_ended = not summary.active and summary.status != "queued"
-        self.has_settled = has_ended and now - self._changed_at > SETTLE_SECONDS
+        # Not while the trainer hangs, which the page will offer to end.
+        self.has_settled = has_ended and not is_alive and now - self._changed_at > SETTLE_SECONDS
 
     def _add(self, lines: list[str]) -> None:
         first, self._seq = self._seq + 1, self._seq + len(lines)
@@ -118,6 +119,10 @@ class Watch:
         self._tail_size += len(self._tail[-1].message)
         while len(self._tail) > 1 and self._tail_size > TAIL_BYTES:
             self._tail_size -= len(self._tail.popleft().message)
+
+
+def _look_at(run: RunDir) -> tuple[RunSummary | None, bool]:
+    return (run.summary(), run.is_alive()) if run.config.is_file() else (None, False)
 
 
 @asynccontextmanager

@@ -63,5 +63,5 @@ def test_a_trainer_that_does_not_stop_can_be_ended_without_saving_after_a_while(
 
         page.once("dialog", decline)
         end.click()
-        assert questions == ["End the trainer at once? What it has learned since the last checkpoint is lost."]
+        assert questions == ["End the trainer at once? What it has not saved is lost."]
         expect(page.locator("[data-status]")).to_have_text("stopping")

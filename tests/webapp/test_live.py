@@ -112,20 +112,21 @@ def serving_here(home: Path) -> Iterator[tuple[str, Callable[[], tuple[int, int]
 def test_every_client_gets_the_whole_history_then_what_is_new(shared_server: Server) -> None:
     """G1: a reload, a second tab and a reconnect see the same events, no gap, no repeat."""
     run = make_run(shared_server.home)
-    with writing(run) as writer, page(shared_server, run) as first:
-        writer.write(started())
-        writer.write(step(1))
-        first.until(lambda: len(first.events) == 2, "two events")
-        with page(shared_server, run) as second, page(shared_server, run, after=1) as reconnected:
-            for number in range(2, 200):
-                writer.write(step(number))
-            for client in (first, second, reconnected):
-                client.until(lambda client=client: client.seqs and client.seqs[-1] == 200, "all events")
-            assert first.seqs == second.seqs == list(range(1, 201))
-            assert reconnected.seqs == list(range(2, 201))
-            assert first.events == second.events == read_events(run)
-            first.until(lambda: first.runs[-1]["status"] == "running", "the status")
-        writer.write(Finished(reason="completed", message="m", step=199, epoch=1))
+    with page(shared_server, run) as first:
+        with writing(run) as writer:
+            writer.write(started())
+            writer.write(step(1))
+            first.until(lambda: len(first.events) == 2, "two events")
+            with page(shared_server, run) as second, page(shared_server, run, after=1) as reconnected:
+                for number in range(2, 200):
+                    writer.write(step(number))
+                for client in (first, second, reconnected):
+                    client.until(lambda client=client: client.seqs and client.seqs[-1] == 200, "all events")
+                assert first.seqs == second.seqs == list(range(1, 201))
+                assert reconnected.seqs == list(range(2, 201))
+                assert first.events == second.events == read_events(run)
+                first.until(lambda: first.runs[-1]["status"] == "running", "the status")
+            writer.write(Finished(reason="completed", message="m", step=199, epoch=1))
         first.until(lambda: first.close_code, "the end of the stream")
     assert first.close_code == 1000
     assert first.runs[-1]["status"] == "completed"

@@ -149,7 +149,7 @@ def test_the_queue_survives_the_server_and_a_failed_run_does_not_hold_it_up(serv
         assert names(server) == ["first", "second", "third"]
         writer.write(Finished(reason="completed", message="m", step=0, epoch=0))
     runs = [RunDir(server.home / "runs" / run_id) for run_id in (first, second, third)]
-    wait_for(lambda: runs[2].status() == "starting", "the third run's turn", 90)
+    wait_for(lambda: read_events(runs[2]), "the third run's turn", 90)
     assert [run.status() for run in runs] == ["failed", "completed", "starting"]
     assert "There is no folder" in read_events(runs[0])[-1]["message"]
     began = [read_events(run)[0]["time"] for run in runs]
