@@ -212,9 +212,8 @@ class RunDir:
     def settings(self) -> dict[str, Any]:
         """The saved configuration as plain data; empty when it was damaged by hand."""
         try:
-            settings = msgspec.json.decode(
-                self.config.read_bytes()
-            )  # stricter than json: what it lets pass can be sent
+            # Stricter than the json module: what it lets pass can be sent on.
+            settings = msgspec.json.decode(self.config.read_bytes())
         except (OSError, msgspec.MsgspecError, RecursionError):
             return {}
         return settings if isinstance(settings, dict) else {}

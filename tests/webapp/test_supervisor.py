@@ -50,6 +50,16 @@ def one_run(server: Server) -> RunDir:
     return run
 
 
+def freeze_launch(server: Server) -> tuple[RunDir, psutil.Process]:
+    """The run that the server is starting, and its trainer, suspended before it has the run's lock."""
+    run = one_run(server)
+    wait_for(lambda: psutil.Process(server.process.pid).children(), "the trainer")
+    (trainer,) = psutil.Process(server.process.pid).children()
+    trainer.suspend()
+    assert not run.is_alive()
+    return run, trainer
+
+
 def test_ten_starts_at_once_make_one_run_and_nine_refusals_that_name_it(server: Server) -> None:
     """G5."""
     with ThreadPoolExecutor(10) as pool:
@@ -81,10 +91,7 @@ def test_nobody_starts_a_second_trainer_while_the_first_is_still_coming_up(serve
     """However long it takes to its lock: here it is frozen before."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(server.http.post, "/api/runs", json=fixture_settings(training=LONG))
-        run = one_run(server)
-        trainer = wait_for(lambda: next(iter(psutil.Process(server.process.pid).children()), None), "the trainer")
-        trainer.suspend()
-        assert not run.is_alive()
+        run, trainer = freeze_launch(server)
         second = pool.submit(server.http.post, "/api/runs", json=fixture_settings(training=LONG))
         assert server.http.get(f"/api/runs/{run.id}").json()["status"] == "queued"
         time.sleep(1)
@@ -100,10 +107,7 @@ def test_a_server_killed_while_it_starts_a_trainer_leaves_the_run_queued_and_the
     """G3, in the first instants."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.http.post, "/api/runs", json=fixture_settings(training=LONG))
-        run = one_run(server)
-        trainer = wait_for(lambda: next(iter(psutil.Process(server.process.pid).children()), None), "the trainer")
-        trainer.suspend()
-        assert not run.is_alive()
+        run, trainer = freeze_launch(server)
         server.kill()
         trainer.resume()
         with pytest.raises(Exception, match=r"disconnected|reset"):
