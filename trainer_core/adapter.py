@@ -17,6 +17,7 @@ from trainer_core.adapter_files import AdapterFile
 from trainer_core.adapter_parts import check_kronecker_factor, strength_part
 from trainer_core.config import AdapterConfig
 from trainer_core.formats import MAGNITUDE, MAGNITUDES, PREFIXES, tensor_name
+from trainer_core.merged_lora import MergedLora
 from trainer_core.naming import check_targets, is_meant, module_names, original_module, to_original
 from trainer_core.sources import SourceError, shorten
 
@@ -71,6 +72,7 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         _initialise(layer)
+        MergedLora.take_over(layer)
     return len(layers)
 
 

@@ -281,6 +281,12 @@ class HardwareConfig(Section):
         description="auto is bf16-mixed on a graphics card and 32-true on the CPU, or bf16-mixed there too with base "
         "weights in bf16. 16-mixed needs cuda.",
     )
+    compile: bool = Field(
+        False,
+        title="Compile",
+        description="Compile the model's blocks by torch.compile before the first step, which takes a minute or more: "
+        "the same training in shorter steps. Where it can't be done the run goes on without.",
+    )
 
 
 class RunConfig(Section):

@@ -36,7 +36,7 @@ class Phase(Event):
     """The run went over to something that takes a while."""
 
     type: Literal["phase"] = "phase"
-    name: Literal["importing", "loading_data", "loading_model", "loading_adapter", "training", "saving"]
+    name: Literal["importing", "loading_data", "loading_model", "loading_adapter", "compiling", "training", "saving"]
     message: str
 
 
@@ -49,6 +49,7 @@ class Started(Event):
     variant: str
     base_dtype: str
     gradient_checkpointing: bool
+    compiled: bool = False
     samples: int
     validation_samples: int
     total_epochs: int

@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "training.save_every_epochs",
     "training.max_consecutive_skips",
     "training.gradient_checkpointing",
+    "hardware.compile",
     "hardware.device",
     "hardware.precision",
 )

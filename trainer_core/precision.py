@@ -16,6 +16,7 @@ from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from trainer_core.config import AdapterConfig, HardwareConfig
 
 Device = Literal["cuda", "mps", "xpu", "cpu"]
+THIS_PROCESS = psutil.Process()
 MIXED = ("bf16-mixed", "16-mixed")
 WORKING: dict[Device, tuple[str, ...]] = {
     "cuda": ("bf16-mixed", "16-mixed", "32-true"),
@@ -145,4 +146,4 @@ def memory_bytes(device: torch.device) -> int:
         return torch.xpu.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    return int(psutil.Process().memory_info().rss)
+    return int(THIS_PROCESS.memory_info().rss)

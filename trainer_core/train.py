@@ -10,9 +10,10 @@ gradients are plain means whatever the batch size and accumulation.
 import errno
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +21,24 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trainer_core import adapter, adapter_files, checkpoint, dataset, model, objective, optim, origin, precision
+from trainer_core import (
+    adapter,
+    adapter_files,
+    attention,
+    checkpoint,
+    compiling,
+    dataset,
+    model,
+    objective,
+    optim,
+    origin,
+    precision,
+)
+from trainer_core.batching import draw_batches, epoch_order, split
 from trainer_core.config import RunConfig
-from trainer_core.dataset import Sample
 from trainer_core.events import Epoch, Event, Finished, Phase, Skipped, Started, Step, Validation, Warning
 from trainer_core.fingerprint import fingerprint
-from trainer_core.objective import Objective, seed_of
+from trainer_core.objective import seed_of
 from trainer_core.origin import TrainingState
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError, shorten
@@ -73,6 +86,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         )
 
     transformer = base.transformer
+    attention.use_training_attention(transformer)
     fabric.seed_everything(training.seed, verbose=False)
     adapted_modules = adapter.inject(transformer, config.adapter)
     if config.adapter.type == "lokr" and not start_from and (whole := adapter.idle_rank(transformer)):
@@ -166,23 +180,12 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             )
     scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
 
-    emit(
-        Started(
-            device=str(fabric.device),
-            precision=number_format,
-            variant=base.variant,
-            base_dtype="bf16" if config.model.base_dtype == "bf16" else "fp32",
-            gradient_checkpointing=transformer.is_gradient_checkpointing,
-            samples=len(samples),
-            validation_samples=len(held_out),
-            total_epochs=training.epochs,
-            total_steps=total_steps,
-            first_step=step + 1,
-            trainable_parameters=sum(parameter.numel() for parameter in parameters),
-            adapted_modules=adapted_modules,
-        )
-    )
-    emit(Phase(name="training", message=f"Training on {fabric.device}"))
+    def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch on its way to the device; on cuda the host does not wait for it."""
+        if fabric.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        moved: dict[str, Tensor] = fabric.to_device(batch)
+        return moved
 
     def predict(batch: dict[str, Tensor]) -> Tensor:
         """The velocities the model predicts for a drawn batch, [B, T, 64]."""
@@ -199,6 +202,54 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         )[0]
         return prediction
 
+    def rehearse() -> None:
+        """Compute a batch forward and backward, and forget it."""
+        batch = on_device(next(draw_batches(samples[: training.batch_size], goal, Generator())))
+        fabric.backward(objective.sample_losses(predict(batch), batch["latents"], batch["noise"]).mean())
+        optimizer.zero_grad()
+
+    is_compiled = False
+    if config.hardware.compile:
+        emit(Phase(name="compiling", message="Compiling the model's blocks"))
+        problem = compiling.compile_blocks(transformer, rehearse)
+        is_compiled = not problem
+        if problem:
+            optimizer.zero_grad()
+            warn(f"The model's blocks could not be compiled; training goes on without, only slower. {problem}")
+
+    emit(
+        Started(
+            device=str(fabric.device),
+            precision=number_format,
+            variant=base.variant,
+            base_dtype="bf16" if config.model.base_dtype == "bf16" else "fp32",
+            gradient_checkpointing=transformer.is_gradient_checkpointing,
+            compiled=is_compiled,
+            samples=len(samples),
+            validation_samples=len(held_out),
+            total_epochs=training.epochs,
+            total_steps=total_steps,
+            first_step=step + 1,
+            trainable_parameters=sum(parameter.numel() for parameter in parameters),
+            adapted_modules=adapted_modules,
+        )
+    )
+    emit(Phase(name="training", message=f"Training on {fabric.device}"))
+
+    def rest_of_epoch() -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """The batches that are left of the epoch, each with where in the order its window begins.
+
+        Each is drawn when it is asked for. groupby asks for the first of a window before the one before it has ended:
+        on a graphics card it is drawn and sent while that is still being computed.
+        """
+        order = epoch_order(samples, training.batch_size, training.seed, epoch)
+        for start in range(position, len(order), window):
+            generator = Generator().manual_seed(seed_of(training.seed, "noise", epoch, start))
+            for first in range(start, min(start + window, len(order)), training.batch_size):
+                chosen = [samples[index] for index in order[first : min(first + training.batch_size, start + window)]]
+                for batch in draw_batches(chosen, goal, generator):
+                    yield start, on_device(batch)
+
     def validate() -> None:
         """Measure the mean loss over the held-out samples, unless a stop is asked for meanwhile."""
         nonlocal validation_loss, validation_step
@@ -210,8 +261,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             for sample in held_out * VALIDATION_DRAWS:
                 if run.stop.exists():
                     break
-                for batch in draw_batches([sample], without_dropout, generator):
-                    batch = fabric.to_device(batch)
+                for batch in map(on_device, draw_batches([sample], without_dropout, generator)):
                     losses.append(objective.sample_losses(predict(batch), batch["latents"], batch["noise"]))
         module.train()
         if len(losses) == len(held_out) * VALIDATION_DRAWS:
@@ -290,14 +340,12 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         if epoch > first_epoch:
             position, loss_sum, loss_samples, updates, skipped = 0, 0.0, 0, 0, 0
         epoch_began = time.perf_counter()
-        order = shuffled(len(samples), seed_of(training.seed, "order", epoch))
-        for start in range(position, len(order), window):
+        for start, batches in groupby(rest_of_epoch(), itemgetter(0)):
             began = time.perf_counter()
-            chosen = [samples[index] for index in order[start : start + window]]
-            generator = Generator().manual_seed(seed_of(training.seed, "noise", epoch, start))
+            window_samples = min(window, len(samples) - start)
             torch.manual_seed(seed_of(training.seed, "dropout", epoch, start))
             loss = torch.zeros((), device=fabric.device)
-            for first in range(0, len(chosen), training.batch_size):
+            for _, batch in batches:
                 if not run.config.exists():
                     return finish("aborted", "The run's folder was moved or deleted while it was being trained.")
                 if run.stop.exists():
@@ -306,18 +354,16 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                         return finish("stopped", "Stopped before the first step; there was nothing to save.")
                     save_at_last()
                     return finish("stopped", f"Stopped after step {step:,} of {total_steps:,}; checkpoint saved.")
-                for batch in draw_batches(chosen[first : first + training.batch_size], goal, generator):
-                    batch = fabric.to_device(batch)
-                    losses = objective.sample_losses(predict(batch), batch["latents"], batch["noise"])
-                    batch_loss = losses.sum() / len(chosen)
-                    fabric.backward(batch_loss)
-                    loss += batch_loss.detach()
+                losses = objective.sample_losses(predict(batch), batch["latents"], batch["noise"])
+                batch_loss = losses.sum() / window_samples
+                fabric.backward(batch_loss)
+                loss += batch_loss.detach()
 
             if scaler is not None:
                 scaler.unscale_(optimizer)
             total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
             loss_value, grad_norm = torch.stack([loss, total_norm]).tolist()  # the step's one device sync
-            position = start + len(chosen)
+            position = start + window_samples
             if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
                 bad = [name for name, p in trained.items() if p.grad is not None and not p.grad.isfinite().all()]
                 if scaler is not None:
@@ -352,8 +398,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             step += 1
             updates += 1
             consecutive_skips = 0
-            loss_sum += loss_value * len(chosen)
-            loss_samples += len(chosen)
+            loss_sum += loss_value * window_samples
+            loss_samples += window_samples
             emit(
                 Step(
                     step=step,
@@ -388,54 +434,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     return finish(
         "completed", f"Trained {step} steps in {epoch} epoch{'s' if epoch > 1 else ''} on {len(samples)} samples.{here}"
     )
-
-
-def split(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """The samples to train on and those held out for validation, at least one of each where there is a `fraction`.
-
-    Raises SourceError for a single sample.
-    """
-    if not fraction:
-        return samples, []
-    if len(samples) < 2:
-        raise SourceError("A data set of one sample has none to hold out. Set the validation share to 0.")
-    count = max(1, round(fraction * len(samples)))
-    chosen = set(shuffled(len(samples), seed_of(seed, "held out"))[:count])
-    return (
-        [sample for index, sample in enumerate(samples) if index not in chosen],
-        [sample for index, sample in enumerate(samples) if index in chosen],
-    )
-
-
-def shuffled(count: int, seed: int) -> list[int]:
-    """The numbers below `count` in an order of their own for each seed."""
-    order: list[int] = torch.randperm(count, generator=Generator().manual_seed(seed)).tolist()
-    return order
-
-
-def draw_batches(samples: Sequence[Sample], goal: Objective, generator: Generator) -> Iterable[dict[str, Tensor]]:
-    """The samples with their noise, times and dropped conditions, stacked into one batch for each shape.
-
-    Everything is drawn sample by sample, so a sample gets the same draws whatever it is batched with; and samples
-    of unlike lengths are computed one after the other, so no padding enters attention or loss.
-    """
-    by_shape: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
-    for sample in samples:
-        condition = sample.encoder_hidden_states.float()
-        if goal.draw_dropped(1, generator).item():
-            assert goal.null_condition is not None
-            condition = goal.null_condition[0].expand_as(condition)
-        by_shape[sample.shape].append(
-            {
-                "latents": sample.target_latents.float(),
-                "noise": torch.randn(sample.target_latents.shape, generator=generator),
-                "timesteps": goal.draw_timesteps(1, generator)[0],
-                "condition": condition,
-                "context": sample.context_latents.float(),
-            }
-        )
-    for drawn in by_shape.values():
-        yield {key: torch.stack([one[key] for one in drawn]) for key in drawn[0]}
 
 
 def nonfinite_advice(device: str, number_format: str) -> str:

@@ -16,12 +16,13 @@ from tests.conftest import FIXTURE, make_run
 from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights
 from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
 from trainer_core import train as training_loop
+from trainer_core.batching import draw_batches, shuffled
 from trainer_core.config import TrainingConfig
 from trainer_core.events import Checkpoint, Epoch, Event, Skipped, Started, Step, Validation, Warning
 from trainer_core.optim import FINAL_FACTOR
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError
-from trainer_core.train import draw_batches, shuffled, train
+from trainer_core.train import train
 
 
 @pytest.fixture

@@ -1,0 +1,27 @@
+"""torch.compile of the transformer's blocks, one graph for each kind of block, or training without it."""
+
+from collections.abc import Callable
+
+from diffusers import AceStepTransformer1DModel
+
+from trainer_core.sources import plain
+
+
+def compile_blocks(transformer: AceStepTransformer1DModel, rehearse: Callable[[], None]) -> str:
+    """Compile every block in place, under its own names; what went wrong, or nothing.
+
+    `rehearse` computes a batch forward and backward, by which the graphs are made before training counts on them. If
+    it fails, the blocks are as before. A batch of another shape that can't be compiled later is computed without.
+    """
+    import torch._dynamo
+
+    for block in transformer.layers:
+        block.compile()
+    try:
+        rehearse()
+    except Exception as error:
+        for block in transformer.layers:
+            block._compiled_call_impl = None  # what Module.compile sets; PyTorch has no way back from it
+        return plain(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 500)
+    torch._dynamo.config.suppress_errors = True
+    return ""
