@@ -16,7 +16,7 @@ from tests.conftest import FIXTURE, make_run
 from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights
 from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
 from trainer_core import train as training_loop
-from trainer_core.batching import draw_batches, shuffled
+from trainer_core.batching import draw_batches, epoch_order
 from trainer_core.config import TrainingConfig
 from trainer_core.events import Checkpoint, Epoch, Event, Skipped, Started, Step, Validation, Warning
 from trainer_core.optim import FINAL_FACTOR
@@ -53,7 +53,7 @@ def sample_gradients(run: RunDir, epochs: int, window: int) -> list[list[dict[st
     found = []
     for epoch in range(1, epochs + 1):
         of_epoch = []
-        for place, index in enumerate(shuffled(len(samples), objective.seed_of(seed, "order", epoch))):
+        for place, index in enumerate(epoch_order(samples, config.training.batch_size, seed, epoch)):
             if place % window == 0:
                 generator = Generator().manual_seed(objective.seed_of(seed, "noise", epoch, place))
             (batch,) = draw_batches([samples[index]], goal, generator)
@@ -101,9 +101,10 @@ def test_every_update_is_the_plain_mean_over_its_own_samples(
 
 
 def test_what_a_sample_contributes_does_not_depend_on_what_it_is_batched_with(
-    tmp_path: Path, captured: list[dict[str, Tensor]]
+    tmp_path: Path, captured: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two samples of one shape, which are computed at once, one of 12 frames and one of 600."""
+    monkeypatch.setattr(training_loop, "epoch_order", lambda samples, batch_size, *rest: epoch_order(samples, 1, *rest))
     source = write_samples(tmp_path / "tensors", [(40, 9), (40, 9), (12, 3), (600, 80)])
     updates = []
     for batch_size in (1, 2, 4):
