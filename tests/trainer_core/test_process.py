@@ -213,7 +213,7 @@ def test_what_each_phase_took_is_told_and_the_imports_are_left_to_themselves(tmp
     run = make_run(tmp_path)
     began = time.time()
     code = (
-        "import gc, sys; from trainer_core.__main__ import main; sys.argv = ['trainer', *sys.argv[1:]]; status = main(); "
+        "import gc, sys; from trainer_core.__main__ import main; status = main(); "
         "print([name for name in ('prodigyopt', 'bitsandbytes', 'webapp') if name in sys.modules], gc.isenabled(), "
         "len(gc.get_objects()) < gc.get_freeze_count() / 4); sys.exit(status)"
     )
