@@ -127,7 +127,7 @@ def import_train() -> Callable[[RunDir, RunConfig, Callable[[Event], None]], Fin
     """The training loop, with all it needs imported: seconds, so this comes after the first event.
 
     Imports make some 800,000 objects that live as long as the process. The garbage collector would look through them
-    again and again while they come, a quarter of the time, and once more as the process ends.
+    again and again while they come, about a fifth of the time, and once more as the process ends.
     """
     gc.disable()
     from trainer_core.train import train
