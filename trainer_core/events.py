@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trainer_core.sources import plain
 
@@ -57,6 +57,9 @@ class Started(Event):
     first_step: int
     trainable_parameters: int
     adapted_modules: int
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    """What each phase before it took, in order. The first, `starting`, is from the start of the process by Descant to
+    the first event."""
 
 
 class Step(Event):

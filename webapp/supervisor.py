@@ -66,6 +66,7 @@ class Trainer:
         """
         self.run = run
         self._oom_kills = _oom_kills()
+        started = time.time()
         with run.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "trainer_core", str(run.path), "--wait"],
@@ -95,7 +96,7 @@ class Trainer:
             self.process.wait()
             raise
         with contextlib.suppress(OSError):  # it has ended; its exit status tells
-            self.process.stdin.write(b"\n")
+            self.process.stdin.write(f"{started}\n".encode())
             self.process.stdin.close()
 
     def record_exit(self) -> None:

@@ -59,6 +59,7 @@ def show(bar: "tqdm[Any]", event: dict[str, Any]) -> None:
             bar.reset(total=event["total_steps"])
             bar.initial = bar.n = bar.last_print_n = event["first_step"] - 1  # what a run that is resumed has done
             bar.refresh()
+            bar.write(f"Ready after {sum(event['phase_seconds'].values()):.1f} s", file=sys.stderr)
         case "step":
             bar.set_postfix(epoch=event["epoch"], loss=event["loss"], refresh=False)
             bar.update()

@@ -7,13 +7,23 @@ const LONGEST = 200;
 
 const plural = (number, one, many) => `${format.count(number)} ${number === 1 ? one : many}`;
 
+/** How long it took to get here, and in which phases it did. */
+function readyAfter(phases) {
+  if (!phases.length) return "";
+  const total = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
+  const long = phases.filter(([, seconds]) => seconds >= 0.1);
+  const each = long.map(([name, seconds]) => `${name.replace("loading_", "")} ${format.seconds(seconds)}`);
+  return `. Ready after ${format.seconds(total)}: ${each.join(", ")}`;
+}
+
 const words = {
   phase: (event) => event.message,
   started: (event) =>
     `Started on ${event.device} with ${event.precision}: ${plural(event.samples, "sample", "samples")}, ` +
     (event.validation_samples ? `${event.validation_samples} held out, ` : "") +
     `${format.count(event.trainable_parameters)} trainable parameters in ${format.count(event.adapted_modules)} modules` +
-    `${event.base_dtype === "bf16" ? ", base in bf16" : ""}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}`,
+    `${event.base_dtype === "bf16" ? ", base in bf16" : ""}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}` +
+    readyAfter(Object.entries(event.phase_seconds ?? {})),
   skipped: (event) =>
     `Step ${format.count(event.step)} skipped: ${event.reason}` +
     (event.nonfinite_tensors ? ` in ${event.nonfinite_tensors} of ${event.total_tensors} tensors (${event.names.join(", ")}…)` : ""),

@@ -41,7 +41,7 @@ def test_each_event_is_shown(shared_server: Server, open_page: OpenPage) -> None
         assert figure(page, "loss") == "\N{EN DASH}"
         writer.write(Phase(name="loading_model", message="Loading the base model"))
         expect(page.locator("[data-phase]")).to_contain_text("Loading the base model")
-        writer.write(started())
+        writer.write(started(phase_seconds={"starting": 0.5, "importing": 7.5, "loading_data": 0.01}))
         expect(page.locator("[data-status]")).to_have_text("running")
         writer.write(step(1, loss=1.0))
         writer.write(step(2, loss=float("nan"), grad_norm=float("inf")))
@@ -53,6 +53,9 @@ def test_each_event_is_shown(shared_server: Server, open_page: OpenPage) -> None
         writer.write(Checkpoint(name="step-000003", step=3, epoch=1, bytes=458_000, tensors=64))
 
         feed = page.locator("[data-feed]")
+        expect(feed.locator("[data-kind=started]")).to_have_text(
+            re.compile("modules. Ready after 8.01 s: starting 0.50 s, importing 7.50 s$")
+        )
         expect(feed.locator("[data-kind=checkpoint]")).to_contain_text("458 kB")
         expect(feed.locator("[data-kind=skipped]")).to_contain_text("2 of 64 tensors")
         expect(feed.locator("[data-kind=warning]")).to_contain_text("<b>careful</b>")

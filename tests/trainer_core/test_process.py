@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,32 @@ def test_a_log_that_floods_is_cut_at_its_start_and_keeps_its_end(tmp_path: Path)
     assert numbers == list(range(numbers[0], 200_000))
     run.events.touch()
     assert run.summary().log_tail == lines[-20:]
+
+
+def test_what_each_phase_took_is_told_and_the_imports_are_left_to_themselves(tmp_path: Path) -> None:
+    """From the moment it is told that it was started; nothing imported is looked through by the garbage collector."""
+    run = make_run(tmp_path)
+    began = time.time()
+    code = (
+        "import gc, sys; from trainer_core.__main__ import main; status = main(); "
+        "print([name for name in ('prodigyopt', 'bitsandbytes', 'webapp') if name in sys.modules], gc.isenabled(), "
+        "len(gc.get_objects()) < gc.get_freeze_count() / 4); sys.exit(status)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code, str(run.path), "--wait"],
+        input=f"{began - 100}\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert printed.splitlines()[-1] == "[] True True"
+    [started] = read_events(run, "started")
+    seconds = started["phase_seconds"]
+    assert list(seconds) == ["starting", "importing", "loading_data", "loading_model"]
+    assert sum(seconds.values()) == pytest.approx(started["time"] - began + 100, abs=0.1)
+    phases = [event["time"] for event in read_events(run, "phase")[:3]]
+    measured = [end - begin for begin, end in pairwise([*phases, started["time"]])]
+    assert list(seconds.values())[1:] == pytest.approx(measured, abs=0.1)
 
 
 def test_a_trainer_waits_for_the_word_of_who_started_it_and_leaves_no_trace_without(tmp_path: Path) -> None:
