@@ -161,14 +161,14 @@ def band_mask(batch: int, length: int, window: int, dtype: torch.dtype, device: 
     return mask[:, None].repeat(batch, 1, 1, 1)
 
 
-def use_training_attention(transformer: AceStepTransformer1DModel, windowed: WindowAttention | None = None) -> None:
-    """Make all attention of `transformer` compute by TrainingAttention, its windows by `windowed` or else in bands.
+def use_training_attention(transformer: AceStepTransformer1DModel, windowed: WindowAttention) -> None:
+    """Make all attention of `transformer` compute by TrainingAttention, its windows by `windowed`.
 
     Raises ValueError for a model with dropout in its attention: none of ACE-Step's has it.
     """
     if transformer.config.attention_dropout:
         raise ValueError(f"attention_dropout is {transformer.config.attention_dropout}; ACE-Step's models have 0.")
-    transformer.set_attn_processor(TrainingAttention(windowed or Banded()))
+    transformer.set_attn_processor(TrainingAttention(windowed))
 
 
 def fastest(transformer: AceStepTransformer1DModel, length: int, device: torch.device) -> WindowAttention:

@@ -49,6 +49,7 @@ class Started(Event):
     variant: str
     base_dtype: str
     gradient_checkpointing: bool
+    window_attention: str = ""
     compiled: bool = False
     samples: int
     validation_samples: int

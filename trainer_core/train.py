@@ -86,7 +86,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         )
 
     transformer = base.transformer
-    attention.use_training_attention(transformer)
     fabric.seed_everything(training.seed, verbose=False)
     adapted_modules = adapter.inject(transformer, config.adapter)
     if config.adapter.type == "lokr" and not start_from and (whole := adapter.idle_rank(transformer)):
@@ -119,6 +118,10 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         )
     optimizer = optim.make_optimizer(trained, training, fabric.device)
     module, stepper = fabric.setup(transformer, optimizer)
+    longest = max(sample.target_latents.shape[0] for sample in samples)
+    with fabric.autocast():
+        windowed = attention.fastest(transformer, longest // transformer.config.patch_size, fabric.device)
+    attention.use_training_attention(transformer, windowed)
     module.train()
     assert all(parameter is trained[name] for name, parameter in adapter.trainable(transformer))
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -224,6 +227,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             variant=base.variant,
             base_dtype="bf16" if config.model.base_dtype == "bf16" else "fp32",
             gradient_checkpointing=transformer.is_gradient_checkpointing,
+            window_attention=type(windowed).__name__.lower(),
             compiled=is_compiled,
             samples=len(samples),
             validation_samples=len(held_out),

@@ -83,7 +83,7 @@ def compiled(transformer: AceStepTransformer1DModel) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_bands_are_the_dense_mask(dense: AceStepTransformer1DModel, frames: int, batch: int) -> None:
     banded = copy.deepcopy(dense)
-    use_training_attention(banded)
+    use_training_attention(banded, Banded())
     wanted = outputs_and_gradients(dense, frames, batch)
     assert distance(outputs_and_gradients(banded, frames, batch), wanted) < FP32
     in_bf16 = outputs_and_gradients(dense, frames, batch, autocast=True)
@@ -96,7 +96,7 @@ def test_bands_are_the_dense_mask_recomputed_and_compiled(
     dense: AceStepTransformer1DModel, way: Callable[[AceStepTransformer1DModel], None]
 ) -> None:
     banded = copy.deepcopy(dense)
-    use_training_attention(banded)
+    use_training_attention(banded, Banded())
     way(banded)
     for frames, batch in ((63, 2), (101, 1), (12, 1)):
         wanted = outputs_and_gradients(dense, frames, batch)
@@ -119,7 +119,7 @@ def test_no_dense_mask_is_built(dense: AceStepTransformer1DModel, monkeypatch: p
     monkeypatch.setattr(ace_step_transformer, "_create_4d_mask", build)
     with pytest.raises(AssertionError, match="dense mask"):
         outputs_and_gradients(dense, 40, 1)
-    use_training_attention(dense)
+    use_training_attention(dense, Banded())
     assert outputs_and_gradients(dense, 40, 1)
 
 
@@ -134,7 +134,7 @@ def test_masks_of_many_lengths_do_not_pile_up() -> None:
 def test_dropout_in_attention_is_refused(dense: AceStepTransformer1DModel) -> None:
     dense.register_to_config(attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout is 0\.1"):
-        use_training_attention(dense)
+        use_training_attention(dense, Banded())
 
 
 @pytest.mark.filterwarnings("ignore")  # that it is slow without its compiler

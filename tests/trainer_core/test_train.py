@@ -607,3 +607,60 @@ def test_a_save_that_lacks_a_tensor_ends_the_run_without_a_checkpoint(
     assert len(of_kind(events, Step)) == 6
     assert of_kind(events, Checkpoint) == []
     assert run.list_checkpoints() == []
+
+
+# As the loop computed them with diffusers' dense mask and PEFT's own layers.
+LOSSES_BY_DENSE_MASK = {
+    "lora": [1.973941, 1.9547027, 1.9354243, 1.9406058, 1.9106035, 1.9183171, 1.9160202, 1.8228383, 1.8135158],
+    "dora": [1.973941, 1.9544728, 1.9350797, 1.9403082, 1.9117017, 1.9224232, 1.9217362, 1.8311248, 1.8238585],
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES_BY_DENSE_MASK)
+def test_what_is_learned_is_what_the_dense_mask_teaches(kind: str, tmp_path: Path) -> None:
+    """Windows of 8 tokens in samples of 21 to 38; the rate is so high that a difference would grow."""
+    targets = ["self_attention", "cross_attention", "mlp"]
+    _, events, _ = run_training(
+        tmp_path,
+        adapter={"type": kind, "rank": 4, "alpha": 8, "targets": targets},
+        training={"learning_rate": 0.01, "epochs": 3, "gradient_accumulation": 2, "warmup_steps": 0, "seed": 7},
+    )
+    assert [step.loss for step in steps(events)] == pytest.approx(LOSSES_BY_DENSE_MASK[kind], abs=3e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of what it does itself
+def test_compiled_blocks_train_the_same_under_the_same_names(tmp_path: Path) -> None:
+    """E6. One graph for windowed blocks and one for the others, whatever the lengths; really compiled, with C++."""
+    import torch._dynamo.utils
+
+    options = {"epochs": 1, "learning_rate": 0.01, "warmup_steps": 0}
+    plain_run, plain_events, _ = run_training(tmp_path / "plain", training=options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run, events, finished = run_training(tmp_path / "compiled", training=options, hardware={"compile": True})
+    assert finished.reason == "completed"
+    assert of_kind(events, Started)[0].compiled
+    assert not of_kind(events, Warning)
+    assert not of_kind(plain_events, Started)[0].compiled
+    assert [step.loss for step in steps(events)] == pytest.approx([step.loss for step in steps(plain_events)], abs=3e-6)
+    (name,) = (folder.name for folder in run.checkpoints.iterdir())
+    assert weights(run, name).keys() == weights(plain_run, name).keys()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # two kinds, each of one length and of any
+
+
+def test_blocks_that_cannot_be_compiled_train_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_by_nothing(block: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=broken)
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler was found")
+
+    plain = run_training(tmp_path / "plain")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_nothing)
+    _, events, finished = run_training(tmp_path / "broken", hardware={"compile": True})
+    (warning,) = of_kind(events, Warning)
+    assert "could not be compiled; training goes on without" in warning.message
+    assert "no compiler was found" in warning.message
+    assert not of_kind(events, Started)[0].compiled
+    assert finished == plain[2]
+    assert [step.loss for step in steps(events)] == [step.loss for step in steps(plain[1])]
