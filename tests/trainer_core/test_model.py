@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks import base_weights
+from benchmarks.random_model import write_model
 from tests.conftest import FIXTURE
 from trainer_core import model, naming
 from trainer_core.config import BaseDtype
@@ -245,3 +247,14 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path, monkeypatch: p
         model.load("owner/some-model")
     assert "owner/some-model is not on this machine and could not be downloaded" in str(caught.value)
     assert "give the folder of a model you have" in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted as Linux does")
+def test_weights_are_held_once_and_not_at_all_where_the_file_has_them_as_wanted(tmp_path: Path) -> None:
+    size = write_model(tmp_path / "model", base_weights.SHAPE | {"num_hidden_layers": 2})
+    mapped = base_weights.measure(tmp_path / "model", "bf16")
+    assert mapped["held"] > 100e6
+    assert mapped["most"] < 0.1 * size
+    cast = base_weights.measure(tmp_path / "model", "fp32")
+    assert cast["held"] == 2 * size
+    assert 0.9 * cast["held"] < cast["most"] < 1.15 * cast["held"]
