@@ -47,7 +47,7 @@ def held_bytes(transformer: nn.Module) -> int:
             scale: Any = layer.scale
             scales = [scale] if isinstance(scale, Tensor) else [scale.absmax, scale.state2.absmax]
             size += sum(tensor.nbytes for tensor in (layer.packed, *scales))
-    return size
+    return int(size)
 
 
 def load(folder: str, base_dtype: BaseDtype) -> dict[str, int]:
@@ -91,7 +91,9 @@ def main() -> None:
         print("| base weights | held | own memory grown by | at most by |\n|---|---|---|---|")
         for base_dtype in ("fp32", "bf16", *(QUANTIZED if find_spec("bitsandbytes") else ())):
             counts = measure(folder, base_dtype)
-            print(f"| {base_dtype} | " + " | ".join(f"{count / 1e6:.0f}" for count in counts.values()) + " |", flush=True)
+            print(
+                f"| {base_dtype} | " + " | ".join(f"{count / 1e6:.0f}" for count in counts.values()) + " |", flush=True
+            )
 
 
 if __name__ == "__main__":

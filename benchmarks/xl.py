@@ -72,9 +72,9 @@ def main() -> None:
             most = {kind: max(most[kind], now.get(kind, 0)) for kind in KINDS}
             time.sleep(0.05)
         seconds = time.perf_counter() - began
-        told = ", ".join(f"{name} {most[kind] / 1e9:.2f} GB" for name, kind in zip(
-            ("resident", "own", "mapped"), KINDS, strict=True
-        ))
+        told = ", ".join(
+            f"{name} {most[kind] / 1e9:.2f} GB" for name, kind in zip(("resident", "own", "mapped"), KINDS, strict=True)
+        )
         events = (run.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
         print(*[line for line in events if '"type":"step"' in line or '"type":"finished"' in line], sep="\n")
         print(f"Ended with {trainer.returncode} after {seconds:.0f} s. At most: {told}.")

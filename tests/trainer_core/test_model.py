@@ -253,7 +253,7 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path, monkeypatch: p
 def test_weights_are_held_once_and_not_at_all_where_the_file_has_them_as_wanted(tmp_path: Path) -> None:
     size = write_model(tmp_path / "model", base_weights.SHAPE | {"num_hidden_layers": 2})
     mapped = base_weights.measure(tmp_path / "model", "bf16")
-    assert mapped["held"] > 100e6
+    assert mapped["held"] > 90e6
     assert mapped["most"] < 0.1 * size
     cast = base_weights.measure(tmp_path / "model", "fp32")
     assert cast["held"] == 2 * size
