@@ -67,8 +67,8 @@ def inject(transformer: AceStepTransformer1DModel, config: AdapterConfig) -> int
     for name, parameter in transformer.named_parameters():
         is_adapter = any(prefix in name for prefix in PARAMETER_PREFIXES)
         parameter.requires_grad_(is_adapter)
-        if is_adapter:  # PEFT gives them the dtype of the layer they adapt
-            parameter.data = parameter.data.float()
+        if is_adapter:  # PEFT gives them dtype and device of the layer; on the CPU a seed draws the same everywhere
+            parameter.data = parameter.data.to("cpu", torch.float32)
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         _initialise(layer)

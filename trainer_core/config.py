@@ -52,6 +52,9 @@ def _factor(given: int) -> int:
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 MAX_RANK, MAX_ALPHA = 1024, 4096
+BaseDtype = Literal["auto", "fp32", "bf16", "int8", "nf4"]
+QUANTIZED = ("int8", "nf4")
+"""What of it is made by the package bitsandbytes, on cuda."""
 
 # Fields that mean something only beside these values of other fields; the form hides them otherwise.
 FRESH: dict[str, JsonValue] = {"start_from": [""]}
@@ -74,11 +77,12 @@ class ModelConfig(Section):
         description="Decides how timesteps are drawn and whether conditions are dropped. auto reads the model's "
         "own config.",
     )
-    base_dtype: Literal["auto", "fp32", "bf16"] = Field(
+    base_dtype: BaseDtype = Field(
         "auto",
         title="Base weights",
-        description="bf16 halves the memory of the frozen base model and goes with bf16-mixed precision, which "
-        "computes with bf16 weights anyway. auto keeps fp32.",
+        description="How the frozen base model is held. auto is fp32. bf16 takes half the memory; bf16-mixed computes "
+        "with weights rounded so anyway. int8 (8 bits) takes a quarter and nf4 (4 bits, as in QLoRA) a seventh; both "
+        "round more, need cuda and the package bitsandbytes.",
     )
 
 
@@ -278,8 +282,8 @@ class HardwareConfig(Section):
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed"] = Field(
         "auto",
         title="Precision",
-        description="auto is bf16-mixed on a graphics card and 32-true on the CPU, or bf16-mixed there too with base "
-        "weights in bf16. 16-mixed needs cuda.",
+        description="auto is bf16-mixed on a graphics card and 32-true on the CPU. Few processors are fast at "
+        "bf16-mixed. 16-mixed needs cuda.",
     )
     compile: bool = Field(
         False,

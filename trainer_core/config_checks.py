@@ -1,7 +1,9 @@
 """Settings checked before anything is loaded: every problem at once, each at its field."""
 
 import json
+import re
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,19 @@ from pydantic import ValidationError
 from trainer_core import adapter_files, naming, origin, sources
 from trainer_core.adapter_files import AdapterFile
 from trainer_core.adapter_parts import check_kronecker_factor, parts_for
-from trainer_core.config import RunConfig, allowed, fields
+from trainer_core.config import QUANTIZED, RunConfig, allowed, fields
 from trainer_core.headers import read_shapes
 from trainer_core.matching import mismatch
 from trainer_core.roots import ANYWHERE, Roots
 
-# Optimizers that come in packages of their own.
-OPTIONAL_PACKAGES = {"prodigy": "prodigyopt", "adamw8bit": "bitsandbytes"}
-
+# Choices that need a package of their own, and the version they need.
+OPTIONAL_PACKAGES = {
+    "prodigy": ("prodigyopt", (1, 1)),
+    "adamw8bit": ("bitsandbytes", (0, 45)),
+    "int8": ("bitsandbytes", (0, 45)),
+    "nf4": ("bitsandbytes", (0, 45)),
+}
+ON_CUDA = ("adamw8bit", *QUANTIZED)
 
 PATH_FIELDS = {
     "model.source": sources.absolute_model,
@@ -135,19 +142,39 @@ def _contradictions(
         problems |= _misfit(config, start, weights) or _wrong_targets(config, weights)
     elif weights and not config.start_from:
         problems |= _wrong_targets(config, weights)
-    package = OPTIONAL_PACKAGES.get(config.training.optimizer)
-    if config.training.optimizer == "adamw8bit" and config.hardware.device not in ("auto", "cuda"):
-        problems["training.optimizer"] = f"adamw8bit works on cuda only, not on {config.hardware.device}. Use adamw."
-    elif package and not find_spec(package):
-        problems["training.optimizer"] = (
-            f"{config.training.optimizer} needs the package {package}, which is not installed. Install it with "
-            f"{sys.executable} -m pip install {package}, or choose another optimizer."
+    for name, given, instead in (
+        ("training.optimizer", config.training.optimizer, "adamw"),
+        ("model.base_dtype", config.model.base_dtype, "bf16"),
+    ):
+        if given in ON_CUDA and config.hardware.device not in ("auto", "cuda"):
+            problems[name] = f"{given} works on cuda only, not on {config.hardware.device}. Use {instead}."
+        elif given in OPTIONAL_PACKAGES and (lacking := _lacking(*OPTIONAL_PACKAGES[given])):
+            problems[name] = f"{given} needs {lacking}, or choose {instead}."
+    if config.model.base_dtype == "nf4" and config.adapter.type == "dora":
+        problems["model.base_dtype"] = (
+            "nf4 moves the norms of the weights, which a DoRA's magnitudes begin from: on the original model it would "
+            "play otherwise. Use int8 or bf16, or a lora."
         )
-    if config.model.base_dtype == "bf16" and config.hardware.precision not in ("auto", "bf16-mixed"):
+    if config.model.base_dtype == "bf16" and config.hardware.precision == "16-mixed":
         problems["hardware.precision"] = (
-            f"{config.hardware.precision} was given with base weights in bf16; they go with bf16-mixed, or auto."
+            "16-mixed was given with base weights in bf16; they go with bf16-mixed, 32-true, or auto."
         )
     return problems
+
+
+def _lacking(package: str, needed: tuple[int, int]) -> str:
+    """What is missing of an optional package, and how to get it; nothing where it is there and new enough."""
+    version = ".".join(map(str, needed))
+    if not find_spec(package):
+        found = "which is not installed"
+    elif tuple(int(part) for part in re.findall(r"\d+", metadata.version(package))[:2]) < needed:
+        found = f"and {metadata.version(package)} is installed"
+    else:
+        return ""
+    return (
+        f"the package {package} {version} or later, {found}. Install it with {sys.executable} -m pip install "
+        f'"{package}>={version}"'
+    )
 
 
 def _model_weights(source: str) -> dict[str, list[int]] | None:

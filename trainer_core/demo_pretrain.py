@@ -44,7 +44,7 @@ def pretrain(steps: int) -> dict[str, Tensor]:
     generator = Generator().manual_seed(0)
     transformer = build(CONFIG)
     null_condition = torch.randn(1, 1, WIDTH, generator=generator)
-    model = LoadedModel(transformer, "base", CONFIG["timestep_mu"], CONFIG["timestep_sigma"], null_condition)
+    model = LoadedModel(transformer, "base", CONFIG["timestep_mu"], CONFIG["timestep_sigma"], null_condition, "")
     goal = objective.make_objective(model, TrainingConfig())
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)

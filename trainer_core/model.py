@@ -1,4 +1,11 @@
-"""ACE-Step 1.5's diffusion transformer, from either layout on disk, with every weight accounted for."""
+"""ACE-Step 1.5's diffusion transformer, from either layout on disk, with every weight accounted for and held once.
+
+On the CPU a weight that its file has in the wanted number format is not read: it is a view of the file, mapped into
+memory, which the system reads when it is used and may drop again. So the file may be deleted or replaced by another
+while a run trains, but not be written over in place: a run then learns from what is written there, and one whose file
+is cut short is ended by the system (SIGBUS). Downloaders write a new file and rename it. Any other weight is cast or
+moved to the device as it is read, one after the other.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,7 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer_core import sources
+from trainer_core.config import BaseDtype
 from trainer_core.fingerprint import fingerprint, spread
+from trainer_core.frozen_linear import FrozenLinear, use_frozen_layers
+from trainer_core.headers import read_shapes
 from trainer_core.matching import mismatch
 from trainer_core.naming import DIT_PREFIX, to_diffusers
 from trainer_core.sources import DEMO, DEMO_MODEL, ModelFiles, SourceError, plain
@@ -34,6 +44,8 @@ COMPUTED_WITH = (
     "layer_types",
 )
 OTHER_PARTS = ("encoder.", "tokenizer.", "detokenizer.")
+CHECKED_AS_READ = (torch.float32, torch.bfloat16, torch.float16)
+"""Number formats in which PyTorch can look for what is not finite; a weight in any other becomes fp32 first."""
 
 # All of a hub repository that training reads, in either layout.
 HUB_PATTERNS = [
@@ -49,22 +61,17 @@ HUB_PATTERNS = [
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A frozen transformer on the CPU, and what its checkpoint says about how it was trained."""
+    """A frozen transformer, and what its checkpoint says about how it was trained."""
 
     transformer: AceStepTransformer1DModel
     variant: Variant
     timestep_mu: float
     timestep_sigma: float
     null_condition: Tensor | None
-    """The unconditional embedding, [1, 1, D] in fp32; None where the checkpoint has none."""
-
-    def fingerprint(self) -> str:
-        """A name for all that decides what an adapter learns from this model: weights, shape, objective."""
-        config = [self.transformer.config[key] for key in COMPUTED_WITH]
-        described = f"{config} {self.variant} {self.timestep_mu} {self.timestep_sigma}"
-        null_condition = torch.empty(0) if self.null_condition is None else self.null_condition
-        tensors = [*self.transformer.state_dict().items(), (described, null_condition)]
-        return fingerprint((name, spread(tensor)) for name, tensor in tensors)
+    """The unconditional embedding, [1, 1, D] in fp32 on the CPU; None where the checkpoint has none."""
+    fingerprint: str
+    """A name for all that decides what an adapter learns from this model: weights as their files have them, shape,
+    objective."""
 
     @property
     def condition_width(self) -> int:
@@ -76,12 +83,14 @@ class LoadedModel:
 def load(
     source: str,
     variant: Literal["auto", "base", "sft", "turbo"] = "auto",
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto",
+    base_dtype: BaseDtype = "auto",
+    device: torch.device | str = "cpu",
 ) -> LoadedModel:
-    """The model that `source` names: `demo`, a folder or a hub id.
+    """The model that `source` names (`demo`, a folder or a hub id), on `device`.
 
-    With `base_dtype` bf16 the weights that autocast would round to bf16 anyway are kept so: what is computed under
-    bf16-mixed is the same, in half the memory. Norms and tables stay fp32.
+    `base_dtype` is how the weights of linear layers are held. In bf16 they are as autocast would round them anyway:
+    what is computed under bf16-mixed is the same. In int8 and nf4, which need the package bitsandbytes, those of the
+    transformer's blocks are, and the others in bf16. Biases, norms, tables and convolutions are fp32.
 
     Raises SourceError when a file, a config value or a single weight is missing, unexpected or of another shape.
     """
@@ -94,23 +103,30 @@ def load(
     except (TypeError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
         raise SourceError(f"{files.config} does not describe a model that can be built: {error}") from error
 
-    in_bf16 = _linear_weights(transformer) if base_dtype == "bf16" else frozenset()
-    weights, null_condition = _read(files, in_bf16)
     expected = {name: tensor.shape for name, tensor in transformer.state_dict().items()}
-    if differences := mismatch(expected, {name: tensor.shape for name, tensor in weights.items()}):
+    found = {own: shape for name, shape in read_shapes(files.weights).items() if (own := _own_name(name, files))}
+    if differences := mismatch(expected, {name: tuple(shape) for name, shape in found.items()}):
         raise SourceError(
             f"The weights in {files.weights[0].parent} are not those of the model its config.json describes: "
             f"{differences}. Download the model again."
         )
-    transformer.load_state_dict(weights, strict=True, assign=True)
-    transformer.requires_grad_(False)
-    model = LoadedModel(
-        transformer,
-        _variant(config) if variant == "auto" else variant,
-        float(config.get("timestep_mu", -0.4)),
-        float(config.get("timestep_sigma", 1.0)),
-        null_condition,
-    )
+    use_frozen_layers(transformer, base_dtype)
+    samples: dict[str, Tensor] = {}
+    for path in files.weights:
+        for name, tensor in _tensors(path, lambda name: _own_name(name, files) is not None):
+            own = _own_name(name, files)
+            assert own
+            samples[own] = spread(tensor)
+            _place(transformer, own, tensor, torch.device(device))
+
+    if variant == "auto":
+        variant = _variant(config)
+    mu, sigma = float(config.get("timestep_mu", -0.4)), float(config.get("timestep_sigma", 1.0))
+    null_condition = _null_condition(files)
+    described = f"{[transformer.config[key] for key in COMPUTED_WITH]} {variant} {mu} {sigma}"
+    decisive = [(name, samples[name]) for name in expected]
+    decisive += [(described, spread(torch.empty(0) if null_condition is None else null_condition))]
+    model = LoadedModel(transformer, variant, mu, sigma, null_condition, fingerprint(decisive))
     if null_condition is not None and null_condition.shape != (1, 1, model.condition_width):
         raise SourceError(
             f"{NULL_CONDITION} is {list(null_condition.shape)}, should be [1, 1, {model.condition_width}]. "
@@ -141,17 +157,6 @@ def build(config: dict[str, Any]) -> AceStepTransformer1DModel:
     return AceStepTransformer1DModel(**{key: config[key] for key in accepted if key in config})
 
 
-def _linear_weights(transformer: AceStepTransformer1DModel) -> frozenset[str]:
-    """The names of weights that autocast computes with in low precision: those of linear layers and convolutions."""
-    kinds = (nn.Linear, nn.Conv1d, nn.ConvTranspose1d)
-    return frozenset(
-        f"{name}.{own}"
-        for name, module in transformer.named_modules()
-        if isinstance(module, kinds)
-        for own, _ in module.named_parameters(recurse=False)
-    )
-
-
 def _folder(source: str) -> Path:
     if source == DEMO:
         return DEMO_MODEL
@@ -174,32 +179,44 @@ def _variant(config: dict[str, Any]) -> Variant:
     return "sft" if "sft" in str(config.get("model_version") or "") else "base"
 
 
+def _own_name(name: str, files: ModelFiles) -> str | None:
+    """What diffusers calls a tensor of the files; None for what is not the transformer's."""
+    if name == NULL_CONDITION or (files.layout == "original" and name.startswith(OTHER_PARTS)):
+        return None
+    return to_diffusers(name.removeprefix(DIT_PREFIX)) if name.startswith(DIT_PREFIX) else name
+
+
 def _tensors(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """The wanted tensors of a file, in fp32."""
+    """The wanted tensors of a file, as views of it where PyTorch can check its number format."""
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 if is_wanted(name):
-                    tensor = file.get_tensor(name).float()
-                    if not tensor.isfinite().all():
+                    tensor = file.get_tensor(name)
+                    if tensor.dtype not in CHECKED_AS_READ:
+                        tensor = tensor.float()
+                    # A NaN is the least and the greatest of all. `isfinite` would take 20 times as long, and copies.
+                    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                         raise SourceError(f"{name} in {path} holds NaN or infinite values. Download the model again.")
                     yield name, tensor
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path} can't be read as safetensors: {error}. Download the model again.") from error
 
 
-def _read(files: ModelFiles, in_bf16: frozenset[str]) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The transformer's weights under diffusers' names, those named in bf16, and the null condition."""
-    weights: dict[str, Tensor] = {}
-    null_condition = None
-    other_parts = OTHER_PARTS if files.layout == "original" else ()
-    for path in files.weights:
-        for name, tensor in _tensors(path, lambda name: not name.startswith(other_parts)):
-            if name == NULL_CONDITION:
-                null_condition = tensor
-            else:
-                name = to_diffusers(name.removeprefix(DIT_PREFIX)) if name.startswith(DIT_PREFIX) else name
-                weights[name] = tensor.bfloat16() if name in in_bf16 else tensor
-    for path in files.condition_weights:
-        null_condition = dict(_tensors(path, lambda name: name == NULL_CONDITION)).get(NULL_CONDITION, null_condition)
-    return weights, null_condition
+def _place(transformer: AceStepTransformer1DModel, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Give the transformer a weight as its layer holds it, on `device`; without a copy where the file has it so."""
+    parent, _, own = name.rpartition(".")
+    layer = transformer.get_submodule(parent)
+    if isinstance(layer, FrozenLinear) and own == "weight":
+        layer.hold(tensor.to(device, torch.bfloat16))
+    else:
+        setattr(layer, own, nn.Parameter(tensor.to(device, torch.float32), requires_grad=False))
+
+
+def _null_condition(files: ModelFiles) -> Tensor | None:
+    """The unconditional embedding in fp32, a copy; that of a condition encoder's own file where both are there."""
+    found = None
+    for path in [*files.weights, *files.condition_weights]:
+        for _, tensor in _tensors(path, lambda name: name == NULL_CONDITION):
+            found = tensor.to(torch.float32, copy=True)
+    return found

@@ -13,7 +13,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from trainer_core.config import AdapterConfig, HardwareConfig
+from trainer_core.config import QUANTIZED, AdapterConfig, HardwareConfig
 
 Device = Literal["cuda", "mps", "xpu", "cpu"]
 THIS_PROCESS = psutil.Process()
@@ -96,25 +96,30 @@ def works(device: Device) -> tuple[str, ...]:
 
 
 def choose(hardware: HardwareConfig, base_dtype: str = "auto") -> tuple[Device, str]:
-    """The device and precision to train with. Raises HardwareError naming what works instead.
-
-    Base weights in bf16 can only be computed with under bf16-mixed, so `auto` is that with them.
-    """
+    """The device and precision to train with. Raises HardwareError naming what works instead."""
     devices = available()
     device = devices[0] if hardware.device == "auto" else hardware.device
     if device not in devices:
         raise HardwareError(f"This machine has no {device} device that PyTorch can use. It has {', '.join(devices)}.")
-    precision: str = hardware.precision
-    if precision == "auto":
-        precision = "bf16-mixed" if base_dtype == "bf16" else works(device)[0]
+    if base_dtype in QUANTIZED and device != "cuda":
+        raise HardwareError(f"Base weights in {base_dtype} need cuda, this run is on {device}. Choose bf16 for them.")
+    if base_dtype == "bf16" and "bf16-mixed" not in works(device):
+        raise HardwareError(f"Base weights in bf16 do not work on {device} before macOS 14. Choose fp32 for them.")
+    precision: str = works(device)[0] if hardware.precision == "auto" else hardware.precision
     if precision not in works(device):
         why = " before macOS 14" if device == "mps" and precision == "bf16-mixed" else ""
-        with_base = " Base weights in bf16 need it: choose fp32 for them." if base_dtype == "bf16" else ""
         raise HardwareError(
             f"Precision {precision} does not work on {device}{why}. Choose {' or '.join(works(device))}, or auto."
-            f"{with_base}"
         )
     return device, precision
+
+
+def is_emulated(device: Device, precision: str) -> bool:
+    """Whether the processor has no units for the products of `precision`, so that they take a hundred times as long."""
+    if device != "cpu" or precision != "bf16-mixed":
+        return False
+    has_mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return not (has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def check_checkpointing(device: Device, adapter: AdapterConfig) -> None:

@@ -65,6 +65,11 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     if problems := origin.check(config, start_from):
         raise SourceError(" ".join(problems.values()))
     device, number_format = precision.choose(config.hardware, config.model.base_dtype)
+    if precision.is_emulated(device, number_format):
+        warn(
+            "This processor has no units for bf16, so bf16-mixed is very slow here. Choose 32-true or auto, which are "
+            "fast with base weights in bf16 too."
+        )
     fabric = precision.make_fabric(device, number_format)
     resumed = origin.read_state(Path(config.resume_from)) if config.resume_from else None
 
@@ -74,9 +79,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         (f"{sample.name} {key}", tensor) for sample in [*samples, *held_out] for key, tensor in sample.tensors.items()
     )
     emit(Phase(name="loading_model", message="Loading the base model"))
-    base = model.load(config.model.source, config.model.variant, config.model.base_dtype)
+    base = model.load(config.model.source, config.model.variant, config.model.base_dtype, fabric.device)
     goal = objective.make_objective(base, training)
-    base_name = base.fingerprint()
+    base_name = base.fingerprint
     dataset.check_width([*samples, *held_out], base.condition_width)
     dataset.check_variant(config.dataset.source, base.variant)
     if base.null_condition is None and objective.wanted_dropout(base.variant, training):
@@ -225,7 +230,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             device=str(fabric.device),
             precision=number_format,
             variant=base.variant,
-            base_dtype="bf16" if config.model.base_dtype == "bf16" else "fp32",
+            base_dtype="fp32" if config.model.base_dtype == "auto" else config.model.base_dtype,
             gradient_checkpointing=transformer.is_gradient_checkpointing,
             window_attention=type(windowed).__name__.lower(),
             compiled=is_compiled,

@@ -22,7 +22,7 @@ const words = {
     `Started on ${event.device} with ${event.precision}: ${plural(event.samples, "sample", "samples")}, ` +
     (event.validation_samples ? `${event.validation_samples} held out, ` : "") +
     `${format.count(event.trainable_parameters)} trainable parameters in ${format.count(event.adapted_modules)} modules` +
-    `${event.base_dtype === "bf16" ? ", base in bf16" : ""}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}` +
+    `${event.base_dtype === "fp32" ? "" : `, base in ${event.base_dtype}`}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}` +
     readyAfter(Object.entries(event.phase_seconds ?? {})),
   skipped: (event) =>
     `Step ${format.count(event.step)} skipped: ${event.reason}` +

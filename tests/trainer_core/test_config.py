@@ -1,5 +1,6 @@
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +98,40 @@ def test_nul_in_a_path_is_refused() -> None:
 
 def test_fields_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16 = {"base_dtype": "bf16"}
-    found = problems({"model": bf16, "hardware": {"precision": "32-true"}})
+    found = problems({"model": bf16, "hardware": {"precision": "16-mixed"}})
     assert found == {
-        "hardware.precision": "32-true was given with base weights in bf16; they go with bf16-mixed, or auto."
+        "hardware.precision": "16-mixed was given with base weights in bf16; they go with bf16-mixed, 32-true, or auto."
     }
-    for precision in ("auto", "bf16-mixed"):
+    for precision in ("auto", "bf16-mixed", "32-true"):
         assert validate({"model": bf16, "hardware": {"precision": precision}})
+    found = problems({"model": {"base_dtype": "nf4"}, "adapter": {"type": "dora"}})
+    assert "Use int8 or bf16, or a lora" in found["model.base_dtype"]
+    for base_dtype in ("int8", "nf4"):
+        found = problems({"model": {"base_dtype": base_dtype}, "hardware": {"device": "cpu"}})
+        assert found == {"model.base_dtype": f"{base_dtype} works on cuda only, not on cpu. Use bf16."}
+
+
+def test_a_package_that_is_missing_or_too_old_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """J1: before any model is loaded."""
     assert validate({"training": {"optimizer": "prodigy"}})  # installed with what tests need
-    monkeypatch.setattr(config_checks, "find_spec", lambda name: None)
+    wanted = f'Install it with {sys.executable} -m pip install "prodigyopt>=1.1", or choose adamw.'
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0.9")
     found = problems({"training": {"optimizer": "prodigy"}})
-    assert f"Install it with {sys.executable} -m pip install prodigyopt, or" in found["training.optimizer"]
+    assert found["training.optimizer"] == (
+        f"prodigy needs the package prodigyopt 1.1 or later, and 1.0.9 is installed. {wanted}"
+    )
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: None)
+    found = problems({"training": {"optimizer": "prodigy"}, "model": {"base_dtype": "nf4"}})
+    assert found["training.optimizer"] == (
+        f"prodigy needs the package prodigyopt 1.1 or later, which is not installed. {wanted}"
+    )
+    assert "nf4 needs the package bitsandbytes 0.45 or later, which is not installed." in found["model.base_dtype"]
 
 
 def test_what_contradicts_is_said_beside_what_is_missing() -> None:
     found = problems(
         {"dataset": {"source": "/no/data"}, "resume_from": "/no/checkpoint", "model": {"base_dtype": "bf16"}}
-        | {"hardware": {"precision": "32-true"}}
+        | {"hardware": {"precision": "16-mixed"}}
     )
     assert set(found) == {"dataset.source", "resume_from", "hardware.precision"}
 

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks import base_weights
+from benchmarks.random_model import write_model
 from tests.conftest import FIXTURE
 from trainer_core import model, naming
+from trainer_core.config import BaseDtype
 from trainer_core.sources import DEMO_MODEL, SourceError
 
 CHECKPOINT = FIXTURE / "checkpoint"
@@ -60,10 +63,11 @@ def test_a_base_in_bf16_weighs_half_and_keeps_norms_and_tables_in_fp32() -> None
         return sum(tensor.nbytes for tensor in loaded.transformer.state_dict().values())
 
     whole, half = (model.load(str(CHECKPOINT), base_dtype=dtype) for dtype in ("fp32", "bf16"))
-    assert weight(half) < 0.52 * weight(whole)
+    assert weight(half) < 0.56 * weight(whole)  # this small, its convolutions are a tenth of it
     dtypes = {name: tensor.dtype for name, tensor in half.transformer.state_dict().items()}
-    assert dtypes["layers.0.self_attn.to_q.weight"] == dtypes["proj_in_conv.weight"] == torch.bfloat16
-    assert dtypes["norm_out.weight"] == dtypes["layers.0.scale_shift_table"] == torch.float32
+    assert dtypes["layers.0.self_attn.to_q.weight"] == dtypes["time_embed.linear_1.weight"] == torch.bfloat16
+    kept = ("proj_in_conv.weight", "norm_out.weight", "layers.0.scale_shift_table", "time_embed.linear_1.bias")
+    assert {dtypes[name] for name in kept} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(output(whole), output(half))
     assert half.null_condition is not None
@@ -76,7 +80,7 @@ def test_how_times_are_drawn_comes_from_the_checkpoints_config(tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps(config | {"timestep_mu": 0.75, "timestep_sigma": 0.5}))
     loaded = model.load(str(folder))
     assert (loaded.timestep_mu, loaded.timestep_sigma) == (0.75, 0.5)
-    assert loaded.fingerprint() != model.load(str(CHECKPOINT)).fingerprint()
+    assert loaded.fingerprint != model.load(str(CHECKPOINT)).fingerprint
 
 
 def test_a_fingerprint_is_the_same_for_both_layouts_and_base_dtypes(tmp_path: Path) -> None:
@@ -87,8 +91,14 @@ def test_a_fingerprint_is_the_same_for_both_layouts_and_base_dtypes(tmp_path: Pa
     assert known.null_condition is not None
     null_condition = {"null_condition_emb": known.null_condition}
     save_file(null_condition, tmp_path / "condition_encoder" / "diffusion_pytorch_model.safetensors")
-    assert model.load(str(tmp_path)).fingerprint() == known.fingerprint()
-    assert model.load(str(CHECKPOINT), base_dtype="bf16").fingerprint() == known.fingerprint()
+    assert model.load(str(tmp_path)).fingerprint == known.fingerprint
+    assert model.load(str(CHECKPOINT), base_dtype="bf16").fingerprint == known.fingerprint
+
+
+@pytest.mark.parametrize(("base_dtype", "device"), [("fp32", "cpu"), ("bf16", "cpu")])
+def test_a_fingerprint_is_that_of_checkpoints_made_before(base_dtype: BaseDtype, device: str) -> None:
+    """Or none of them could be resumed."""
+    assert model.load(str(CHECKPOINT), "auto", base_dtype, device).fingerprint == "f2e6a06f7bef0d66b49420756e7fc2a5"
 
 
 def test_shards_with_an_index_load_as_one_file_does(tmp_path: Path) -> None:
@@ -237,3 +247,14 @@ def test_a_hub_id_without_network_says_what_to_do(tmp_path: Path, monkeypatch: p
         model.load("owner/some-model")
     assert "owner/some-model is not on this machine and could not be downloaded" in str(caught.value)
     assert "give the folder of a model you have" in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted as Linux does")
+def test_weights_are_held_once_and_not_at_all_where_the_file_has_them_as_wanted(tmp_path: Path) -> None:
+    size = write_model(tmp_path / "model", base_weights.SHAPE | {"num_hidden_layers": 2})
+    mapped = base_weights.measure(tmp_path / "model", "bf16")
+    assert mapped["held"] > 90e6
+    assert mapped["most"] < 0.1 * size
+    cast = base_weights.measure(tmp_path / "model", "fp32")
+    assert cast["held"] == 2 * size
+    assert 0.9 * cast["held"] < cast["most"] < 1.15 * cast["held"]

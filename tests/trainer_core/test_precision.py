@@ -7,7 +7,7 @@ import torch
 
 from trainer_core import precision
 from trainer_core.config import AdapterConfig, HardwareConfig
-from trainer_core.precision import Autocast, HardwareError, check_checkpointing, choose, make_fabric
+from trainer_core.precision import Autocast, HardwareError, check_checkpointing, choose, is_emulated, make_fabric
 
 
 def hardware(**fields: Any) -> HardwareConfig:
@@ -55,13 +55,37 @@ def test_an_mps_without_bf16_takes_fp32_and_refuses_bf16_by_name(
     assert choose(hardware(device="mps")) == ("mps", "32-true")
     with pytest.raises(HardwareError, match=r"bf16-mixed does not work on mps before macOS 14\. Choose 32-true, or"):
         choose(hardware(device="mps", precision="bf16-mixed"))
-    with pytest.raises(HardwareError, match=r"Base weights in bf16 need it: choose fp32 for them"):
+    with pytest.raises(HardwareError, match=r"Base weights in bf16 do not work on mps before macOS 14\. Choose fp32"):
         choose(hardware(device="mps"), "bf16")
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps", "xpu", "cpu"])
-def test_auto_precision_with_a_base_in_bf16_is_the_one_that_computes_with_it(device: str, devices: list[Any]) -> None:
-    assert choose(hardware(device=device), "bf16") == (device, "bf16-mixed")
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cuda", "bf16-mixed"), ("mps", "bf16-mixed"), ("xpu", "bf16-mixed"), ("cpu", "32-true")],
+)
+def test_a_base_in_bf16_changes_no_automatic_precision(device: str, expected: str, devices: list[Any]) -> None:
+    assert choose(hardware(device=device), "bf16") == (device, expected)
+    assert choose(hardware(device=device, precision="32-true"), "bf16") == (device, "32-true")
+
+
+@pytest.mark.parametrize("base_dtype", ["int8", "nf4"])
+def test_quantised_base_weights_are_refused_except_on_cuda(base_dtype: str, devices: list[Any]) -> None:
+    for precision_of_it in ("bf16-mixed", "16-mixed", "32-true"):
+        assert choose(hardware(precision=precision_of_it), base_dtype) == ("cuda", precision_of_it)
+    devices.remove("cuda")
+    with pytest.raises(HardwareError, match=f"Base weights in {base_dtype} need cuda, this run is on mps. Choose bf16"):
+        choose(hardware(), base_dtype)
+
+
+def test_bf16_products_are_known_to_be_slow_where_the_processor_has_no_units_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only PyTorch's answer about the processor is made up."""
+    for is_native in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda is_native=is_native: is_native)
+        assert is_emulated("cpu", "bf16-mixed") == (not is_native)
+        assert not is_emulated("cpu", "32-true")
+        assert not is_emulated("cuda", "bf16-mixed")
 
 
 def test_checkpointing_with_dropout_is_refused_where_the_dropout_would_be_drawn_again() -> None:

@@ -440,7 +440,7 @@ def test_going_on_in_another_precision_is_allowed_and_said(copy: Path, tmp_path:
     options = settings(resume_from=str(copy), hardware={"precision": "bf16-mixed"})
     _, events, finished = run_training(tmp_path, **options)
     assert finished.reason == "completed"
-    (warning,) = of_kind(events, Warning)
+    warning = of_kind(events, Warning)[-1]  # after one of slow bf16, on most processors
     assert warning.message.startswith("The run was on cpu with 32-true and continues on cpu with bf16-mixed")
 
 

@@ -1,0 +1,113 @@
+"""Linear layers that hold their weight in bf16 and compute in fp32: as fp32 does with the rounded weight."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.conftest import FIXTURE
+from tests.trainer_core.conftest import EVERYWHERE, KINDS
+from tests.trainer_core.test_model import output
+from trainer_core import adapter, model
+from trainer_core.config import AdapterConfig
+from trainer_core.frozen_linear import FrozenLinear
+
+CHECKPOINT = str(FIXTURE / "checkpoint")
+
+
+def layers(bias: bool) -> tuple[FrozenLinear, nn.Linear]:
+    """A frozen layer and a plain one in fp32 with the same rounded weight."""
+    torch.manual_seed(0)
+    plain = nn.Linear(48, 80, bias=bias).requires_grad_(False)
+    plain.weight.copy_(plain.weight.bfloat16())
+    frozen = FrozenLinear(48, 80, bias, device="meta")
+    frozen.bias = plain.bias
+    frozen.hold(plain.weight)
+    return frozen, plain
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 7, 48), (2, 3, 4, 48)])
+def test_products_and_gradients_are_those_of_fp32_with_the_rounded_weight(shape: tuple[int, ...], bias: bool) -> None:
+    found = []
+    for layer in layers(bias):
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        outputs = layer(inputs)
+        torch.autograd.backward(outputs.square().sum())
+        assert inputs.grad is not None
+        found.append((outputs.detach(), inputs.grad))
+        assert all(parameter.grad is None for parameter in layer.parameters())
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_no_copy_of_the_weight_is_kept_for_the_way_back() -> None:
+    frozen, plain = layers(bias=True)
+    kept: dict[str, list[Tensor]] = {"frozen": [], "plain": []}
+    for name, layer in (("frozen", frozen), ("plain", plain)):
+
+        def keep(tensor: Tensor, into: list[Tensor] = kept[name]) -> Tensor:
+            into.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer(torch.randn(3, 48, requires_grad=True))
+    assert kept["plain"]  # the way this is measured sees a weight
+    assert not kept["frozen"]
+    assert frozen.weight.dtype == torch.bfloat16
+
+
+def test_under_autocast_it_computes_as_a_plain_layer_does() -> None:
+    inputs = torch.randn(2, 7, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (layer(inputs) for layer in layers(bias=True))
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # done by PyTorch itself
+def test_checkpointed_and_compiled_it_computes_the_same() -> None:
+    frozen, _ = layers(bias=True)
+    block = nn.Sequential(frozen, nn.GELU())
+    ways: list[Callable[[Tensor], Tensor]] = [
+        block,
+        lambda inputs: checkpoint(block, inputs, use_reentrant=False),
+        torch.compile(block, backend="aot_eager", fullgraph=True),
+    ]
+    inputs = torch.randn(2, 7, 48)
+    gradients = []
+    for way in ways:
+        leaf = inputs.clone().requires_grad_()
+        torch.autograd.backward(way(leaf).square().sum())
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "LoKr"])
+def test_every_kind_of_adapter_learns_on_it_as_on_the_rounded_weights_in_fp32(kind: str) -> None:
+    learned = []
+    for base_dtype in ("bf16", "fp32"):
+        loaded = model.load(CHECKPOINT, base_dtype=base_dtype)
+        for module in loaded.transformer.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data = module.weight.bfloat16().to(module.weight.dtype)
+        torch.manual_seed(0)
+        adapter.inject(loaded.transformer, AdapterConfig.model_validate({"targets": EVERYWHERE} | KINDS[kind]))
+        trained = dict(adapter.trainable(loaded.transformer))
+        prediction = output(loaded, gradients=True)
+        torch.autograd.backward(prediction.square().mean())
+        learned.append((prediction, {name: parameter.grad for name, parameter in trained.items()}))
+    (prediction, gradients), (expected, expected_gradients) = learned
+    assert (prediction - expected).abs().max() <= 1e-6
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        wanted = expected_gradients[name]
+        assert gradient is not None
+        assert wanted is not None
+        assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
