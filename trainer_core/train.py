@@ -28,6 +28,8 @@ from trainer_core import (
     checkpoint,
     compiling,
     dataset,
+    gradient_checkpointing,
+    memory,
     model,
     objective,
     optim,
@@ -65,6 +67,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     if problems := origin.check(config, start_from):
         raise SourceError(" ".join(problems.values()))
     device, number_format = precision.choose(config.hardware, config.model.base_dtype)
+    checkpointing = precision.choose_checkpointing(training.gradient_checkpointing, device, config.adapter)
     fabric = precision.make_fabric(device, number_format)
     resumed = origin.read_state(Path(config.resume_from)) if config.resume_from else None
 
@@ -96,9 +99,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             f"{config.adapter.decompose_factor} their matrices are smaller than it. A lower rank or another factor "
             "gives it one."
         )
-    if training.gradient_checkpointing:
-        precision.check_checkpointing(device, config.adapter)
-        transformer.enable_gradient_checkpointing()
     trained = dict(adapter.trainable(transformer))
     parameters = list(trained.values())
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -123,6 +123,17 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     assert all(parameter is trained[name] for name, parameter in adapter.trainable(transformer))
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
+    plan = memory.plan(  # of what is free now that the model is where it is computed
+        memory.read_shape(transformer.config),
+        config,
+        dataset.sizes([*samples, *held_out]),
+        number_format,
+        checkpointing,
+        precision.free_bytes(fabric.device),
+    )
+    if plan.shortage:
+        warn(plan.shortage)
+    gradient_checkpointing.enable(transformer, plan.recomputed)
 
     step = saved_step = consecutive_skips = epoch = 0
     first_epoch = 1
@@ -190,8 +201,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     def predict(batch: dict[str, Tensor]) -> Tensor:
         """The velocities the model predicts for a drawn batch, [B, T, 64]."""
         hidden_states = objective.noisy(batch["latents"], batch["noise"], batch["timesteps"])
-        if training.gradient_checkpointing:  # a block that is checkpointed needs an input with a gradient
-            hidden_states.requires_grad_(torch.is_grad_enabled())
         prediction: Tensor = module(
             hidden_states=hidden_states,
             timestep=batch["timesteps"],
@@ -223,7 +232,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             precision=number_format,
             variant=base.variant,
             base_dtype="bf16" if config.model.base_dtype == "bf16" else "fp32",
-            gradient_checkpointing=transformer.is_gradient_checkpointing,
+            gradient_checkpointing=plan.description,
+            estimated_bytes=plan.estimate.total,
             compiled=is_compiled,
             samples=len(samples),
             validation_samples=len(held_out),

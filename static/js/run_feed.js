@@ -7,13 +7,21 @@ const LONGEST = 200;
 
 const plural = (number, one, many) => `${format.count(number)} ${number === 1 ? one : many}`;
 
+/** What a run computes again: a switch in the events of older runs. */
+function recomputed(choice) {
+  if (choice === false || choice === "off") return "";
+  return `, gradient checkpointing${choice === true || choice === "full" ? "" : ` of ${choice}`}`;
+}
+
 const words = {
   phase: (event) => event.message,
   started: (event) =>
     `Started on ${event.device} with ${event.precision}: ${plural(event.samples, "sample", "samples")}, ` +
     (event.validation_samples ? `${event.validation_samples} held out, ` : "") +
     `${format.count(event.trainable_parameters)} trainable parameters in ${format.count(event.adapted_modules)} modules` +
-    `${event.base_dtype === "bf16" ? ", base in bf16" : ""}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}`,
+    (event.base_dtype === "bf16" ? ", base in bf16" : "") +
+    recomputed(event.gradient_checkpointing) +
+    (event.estimated_bytes ? `; about ${format.bytes(event.estimated_bytes)} of memory at the peak` : ""),
   skipped: (event) =>
     `Step ${format.count(event.step)} skipped: ${event.reason}` +
     (event.nonfinite_tensors ? ` in ${event.nonfinite_tensors} of ${event.total_tensors} tensors (${event.names.join(", ")}…)` : ""),
