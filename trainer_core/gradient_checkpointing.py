@@ -2,9 +2,9 @@
 
 from typing import Any
 
+import torch.utils.checkpoint
 from diffusers import AceStepTransformer1DModel
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 def enable(transformer: AceStepTransformer1DModel, blocks: range) -> None:
@@ -17,6 +17,8 @@ def enable(transformer: AceStepTransformer1DModel, blocks: range) -> None:
     chosen = {transformer.layers[number] for number in blocks}
 
     def run(block: nn.Module, *arguments: Any) -> Any:
-        return checkpoint(block, *arguments, use_reentrant=False) if block in chosen else block(*arguments)
+        if block not in chosen:
+            return block(*arguments)
+        return torch.utils.checkpoint.checkpoint(block, *arguments, use_reentrant=False)
 
     transformer.enable_gradient_checkpointing(run)

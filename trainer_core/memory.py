@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,8 @@ class Plan:
             return ""
         more = "" if self.checkpointing == "full" else "gradient checkpointing auto or full, "
         return (
-            f"With gradient checkpointing {self.description} this run takes about {self.estimate.to_come / 1e9:.2f} GB "
-            f"more, and {self.free / 1e9:.2f} GB are free: it may run out of memory. Try {more}shorter samples, a "
+            f"With gradient checkpointing {self.description} this run takes about {_in_words(self.estimate.to_come)} "
+            f"more, and {_in_words(self.free)} are free: it may run out of memory. Try {more}shorter samples, a "
             "smaller batch, a lower rank, or base weights in bf16."
         )
 
@@ -217,12 +218,16 @@ def plan(shape: Shape, config: RunConfig, samples: Samples, precision: str, aske
     return next((plan for plan in plans if plan.fits), plans[-1])
 
 
+def _in_words(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def free_bytes() -> int:
     """What this machine's main memory can still take, or what the control group that Descant runs in lets it."""
-    return min(psutil.virtual_memory().available, _free_in_group(Path("/sys/fs/cgroup")))
+    return min(psutil.virtual_memory().available, free_in_group(Path("/sys/fs/cgroup")))
 
 
-def _free_in_group(group: Path) -> int:
+def free_in_group(group: Path) -> int:
     """The rest of a control group's limit (cgroup v2, as containers have it); without a limit without end."""
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -245,13 +250,8 @@ def estimate(
     tokens = batch * -(-samples.frames // shape.patch_size)
     condition = batch * samples.condition_tokens
 
-    settings, targets = config.adapter.model_dump(), config.adapter.targets
-    linear = {
-        f"layers.{number}.{name}": sides
-        for number in range(shape.num_hidden_layers)
-        for name, sides in shape.block.items()
-    }
-    adapted = {name: sides for name, sides in (linear | shape.outside).items() if is_meant(targets, name)}
+    settings = config.adapter.model_dump()
+    adapted = _adapted(shape, config.adapter.targets)
     trained = sum(math.prod(part) for sides in adapted.values() for part in parts_for(sides, settings).values())
 
     # Autocast copies each weight, and the copy is kept for the way back.
@@ -278,6 +278,14 @@ def estimate(
         working=tokens * (3 * shape.hidden_size + 3 * shape.intermediate_size) * item,
         dataset=samples.bytes,
     )
+
+
+@lru_cache(maxsize=8)
+def _adapted(shape: Shape, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """(out, in) of the layers that are adapted, by name."""
+    numbers = range(shape.num_hidden_layers)
+    inside = {f"layers.{number}.{name}": sides for number in numbers for name, sides in shape.block.items()}
+    return {name: sides for name, sides in (inside | shape.outside).items() if is_meant(targets, name)}
 
 
 def _products(sides: Mapping[str, tuple[int, int]]) -> int:
@@ -318,8 +326,9 @@ def _adapter_bytes(
     """What the adapter's layers in one block keep beside it, as PEFT 0.19 computes them.
 
     Each keeps its input: in fp32 as it came, so that layers with the same input share it, else as a copy of its own;
-    with dropout the input that is left and, on the CPU, the mask. A LoRA keeps what A gives. A DoRA also what the base
-    and what B gives, and for its norms the identity and A of it. A LoKr keeps its weight change.
+    with dropout the input that is left and, on the CPU, the mask. A LoRA keeps what A gives, a DoRA also what the base
+    and what B gives; with dropout it computes the base once more, under autocast with another copy of the weight. A
+    LoKr keeps its weight change.
     """
     has_dropout = adapter.dropout > 0 and adapter.type != "lokr"
     inputs: dict[str, int] = {}
@@ -335,5 +344,7 @@ def _adapter_bytes(
         else:
             kept += rows * adapter.rank * item
         if adapter.type == "dora":
-            kept += (2 * rows * out + width * (width + adapter.rank)) * item
+            kept += 2 * rows * out * item
+            if has_dropout and item != FP32:
+                kept += out * width * item
     return kept + sum(inputs.values())

@@ -207,7 +207,7 @@ def test_the_chosen_blocks_are_computed_again_also_after_validation_and_a_save(
     choice: Checkpointing, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recomputed: list[int] = []
-    honest = gradient_checkpointing.checkpoint
+    honest = torch.utils.checkpoint.checkpoint
 
     def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         assert options["use_reentrant"] is False
@@ -218,7 +218,7 @@ def test_the_chosen_blocks_are_computed_again_also_after_validation_and_a_save(
         if event.type in ("phase", "step"):
             recomputed.append(0)
 
-    monkeypatch.setattr(gradient_checkpointing, "checkpoint", checkpoint)
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
     options = {"gradient_checkpointing": choice, "gradient_accumulation": 1, "save_every_epochs": 1, "epochs": 2}
     _, events, _ = run_training(tmp_path, begin, dataset={"validation_fraction": 0.2}, training=options)
     assert [count for count in recomputed if count] == ([blocks] * len(steps(events)) if blocks else [])

@@ -69,7 +69,7 @@ def test_checkpointing_with_dropout_is_refused_where_the_dropout_would_be_drawn_
     dora = AdapterConfig(type="dora", dropout=0.1)
     for asked in (2, "full"):
         with pytest.raises(HardwareError, match="On mps gradient checkpointing with adapter dropout gives wrong grad"):
-            choose_checkpointing(asked, "mps", dora)  # type: ignore[arg-type]
+            choose_checkpointing(asked, "mps", dora)
     assert choose_checkpointing("auto", "mps", dora) == choose_checkpointing("off", "mps", dora) == "off"
     assert choose_checkpointing("auto", "mps", AdapterConfig(type="lokr", dropout=0.1)) == "auto"
     assert choose_checkpointing(3, "mps", AdapterConfig()) == 3
