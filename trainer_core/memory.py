@@ -308,16 +308,17 @@ def _block_bytes(shape: Shape, is_banded: bool, tokens: int, condition: int, ite
     """What a block keeps besides what its adapter does; banded is its attention where it has a window that counts.
 
     Each of its three norms keeps its input in fp32, and as it came where that is something else; those of queries and
-    keys keep it in fp32. An attention keeps queries, keys and values as it takes them, in a band each key and value
-    for its own block of tokens and both neighbours, and what it gives. The MLP keeps its gate before and after the
+    keys as it came. An attention keeps queries, keys and values as it takes them, in a band each key and value for its
+    own block of tokens and both neighbours, and what it gives. The MLP keeps its gate before and after the
     activation, and what the gate is multiplied with. (`trainer_core.attention`; diffusers' AceStepTransformerBlock.)
     """
     norm = FP32 if item == FP32 else FP32 + item
-    queries = shape.queries * (FP32 + 2 * item)
-    keys = shape.keys * (FP32 + 2 * item * (3 if is_banded else 1))
-    return tokens * (
-        3 * shape.hidden_size * norm + 2 * queries + keys + 3 * shape.intermediate_size * item
-    ) + condition * shape.keys * (FP32 + 2 * item)
+    queries = shape.queries * 3 * item
+    keys = shape.keys * (7 if is_banded else 3) * item
+    return (
+        tokens * (3 * shape.hidden_size * norm + 2 * queries + keys + 3 * shape.intermediate_size * item)
+        + condition * shape.keys * 3 * item
+    )
 
 
 def _adapter_bytes(
