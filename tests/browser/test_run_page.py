@@ -188,8 +188,8 @@ def test_a_resumed_run_counts_on_from_its_parent_before_its_first_step(
         )
         expect(page.locator("[data-figure=step]")).to_have_text("4")
         expect(page.locator("[data-feed] [data-kind=started]")).to_contain_text(
-            "2 held out, 1,000 trainable parameters in 32 modules, base in bf16, gradient checkpointing of 2 of 4 blocks; "
-            "about 9.4 GB of memory at the peak"
+            "2 held out, 1,000 trainable parameters in 32 modules, base in bf16, "
+            "gradient checkpointing of 2 of 4 blocks; about 9.4 GB of memory at the peak"
         )
         expect(page.locator("[data-key-validation]")).to_be_visible()
     assert shared_server.http.get(f"/api/runs/{run.id}").json()["step"] == 4
