@@ -180,7 +180,7 @@ def started(**changes: Any) -> Started:
         precision="32-true",
         variant="base",
         base_dtype="fp32",
-        gradient_checkpointing=False,
+        gradient_checkpointing="off",
         samples=5,
         validation_samples=0,
         total_epochs=3,

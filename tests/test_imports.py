@@ -17,9 +17,11 @@ LIGHT = {
     "events",
     "exports",
     "formats",
+    "memory",
     "roots",
     "run_dir",
     "run_folders",
+    "sample_shapes",
     "sources",
 }
 

@@ -51,6 +51,8 @@ def _factor(given: int) -> int:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Checkpointing = Annotated[int, Ge(2), Le(512)] | Literal["off", "auto", "full"]
+"""Which blocks are computed again on the way back: none, as few as fit, all, or every so many."""
 MAX_RANK, MAX_ALPHA = 1024, 4096
 BaseDtype = Literal["auto", "fp32", "bf16", "int8", "nf4"]
 QUANTIZED = ("int8", "nf4")
@@ -238,11 +240,12 @@ class TrainingConfig(Section):
         description="Steps with non-finite gradients are skipped; this many in a row end the run.",
         json_schema_extra={"unit": "steps"},
     )
-    gradient_checkpointing: bool = Field(
-        False,
+    gradient_checkpointing: Checkpointing = Field(
+        "auto",
         title="Gradient checkpointing",
-        description="Compute each block again on the way back instead of keeping what it computed: much less memory, "
-        "about a third more time, the same gradients.",
+        description="Compute blocks again on the way back instead of keeping what they computed: less memory, the same "
+        "gradients. full is all blocks, for about a third more time; a number k every k-th; auto as few as the memory "
+        "allows.",
     )
     timestep_sampling: Literal["auto", "logit_normal", "turbo_steps"] = Field(
         "auto",
@@ -271,6 +274,12 @@ class TrainingConfig(Section):
         title="Seed",
         description="The same seed gives the same run on the same machine.",
     )
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _as_a_choice(cls, given: object) -> object:
+        """What was a switch once, in the config.json of older runs."""
+        return {"True": "full", "on": "full", "False": "off"}.get(str(given), given)
 
 
 class HardwareConfig(Section):
@@ -337,26 +346,28 @@ def fields() -> dict[str, FieldInfo]:
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The allowed values of a field that offers a choice, else none."""
+    """The allowed values of a field that offers a choice, or its words beside a number, else none."""
     if field.annotation is bool:
         return ("off", "on")
-    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    parts = (field.annotation, *get_args(field.annotation))
+    return get_args(next((part for part in parts if get_origin(part) is Literal), None))
 
 
 def is_number(field: FieldInfo) -> bool:
-    """Whether the field takes a number, be it beside the word auto."""
+    """Whether the field takes a number, be it beside words such as auto."""
     return field.annotation in (int, float) or get_origin(field.annotation) is Union
 
 
 def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: "a whole number from 1 to 1024"."""
-    if options := choices(field):
+    options = choices(field)
+    if get_origin(field.annotation) is Union:  # words, or a number of one's own
+        number = allowed(FieldInfo.from_annotation(get_args(field.annotation)[0]))
+        return f"{options[0]} or {number}" if len(options) == 1 else f"one of {', '.join(options)}, or {number}"
+    if options:
         return "one of " + ", ".join(options)
     if get_origin(field.annotation) is tuple:
         return "names, apart by commas"
-    if get_origin(field.annotation) is Union:  # auto, or a number of one's own
-        number, word = get_args(field.annotation)
-        return f"{get_args(word)[0]} or {allowed(FieldInfo.from_annotation(number))}"
     if field.annotation is str:
         longest = next((rule.max_length for rule in field.metadata if isinstance(rule, MaxLen)), None)
         return f"1 to {longest} characters" if longest else "some text"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer_core import demo, sources
+from trainer_core.memory import Samples
 from trainer_core.model import Variant
 from trainer_core.sources import DEMO, SourceError
 
@@ -68,6 +69,14 @@ def load(source: str) -> list[Sample]:
             f"{f' And {len(problems) - 10} more.' if len(problems) > 10 else ''} Make them again or move them away."
         )
     return loaded
+
+
+def sizes(samples: list[Sample]) -> Samples:
+    """What they take in memory, and what the longest asks for."""
+    frames, condition_tokens = (max(sample.shape[side] for sample in samples) for side in (0, 1))
+    return Samples(
+        frames, condition_tokens, sum(tensor.nbytes for sample in samples for tensor in sample.tensors.values())
+    )
 
 
 def check_variant(source: str, variant: str) -> None:

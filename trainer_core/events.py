@@ -48,7 +48,10 @@ class Started(Event):
     precision: str
     variant: str
     base_dtype: str
-    gradient_checkpointing: bool
+    gradient_checkpointing: str | bool
+    """`off`, `full`, or how many blocks are computed again of how many; a switch in the files of older runs."""
+    estimated_bytes: int | None = None
+    """Of memory at the peak; older runs have none."""
     window_attention: str = ""
     compiled: bool = False
     samples: int

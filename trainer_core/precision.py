@@ -13,7 +13,8 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from trainer_core.config import QUANTIZED, AdapterConfig, HardwareConfig
+from trainer_core import memory
+from trainer_core.config import QUANTIZED, AdapterConfig, Checkpointing, HardwareConfig
 
 Device = Literal["cuda", "mps", "xpu", "cpu"]
 THIS_PROCESS = psutil.Process()
@@ -122,16 +123,20 @@ def is_emulated(device: Device, precision: str) -> bool:
     return not (has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def check_checkpointing(device: Device, adapter: AdapterConfig) -> None:
-    """Raise HardwareError where gradient checkpointing would draw another dropout as it computes a block again.
+def choose_checkpointing(asked: Checkpointing, device: Device, adapter: AdapterConfig) -> Checkpointing:
+    """`asked`, or off in place of auto where a block computed again would draw another dropout.
 
     PyTorch keeps the generators of cuda and xpu for that, not that of mps. LoKr draws its dropout on the CPU.
+    Raises HardwareError for other choices there.
     """
     if device == "mps" and adapter.dropout and adapter.type != "lokr":
+        if asked in ("off", "auto"):
+            return "off"
         raise HardwareError(
             "On mps gradient checkpointing with adapter dropout gives wrong gradients. Set the dropout to 0 or switch "
             "gradient checkpointing off."
         )
+    return asked
 
 
 def make_fabric(device: Device, precision: str) -> Fabric:
@@ -152,3 +157,16 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return int(THIS_PROCESS.memory_info().rss)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that training can still take on the device, what PyTorch holds there without use included."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.type == "xpu":
+        unused = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+        return int(torch.xpu.mem_get_info(device)[0]) + unused
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    return memory.free_bytes()

@@ -28,6 +28,8 @@ from trainer_core import (
     checkpoint,
     compiling,
     dataset,
+    gradient_checkpointing,
+    memory,
     model,
     objective,
     optim,
@@ -70,6 +72,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             "This processor has no units for bf16, so bf16-mixed is very slow here. Choose 32-true or auto, which are "
             "fast with base weights in bf16 too."
         )
+    checkpointing = precision.choose_checkpointing(training.gradient_checkpointing, device, config.adapter)
     fabric = precision.make_fabric(device, number_format)
     resumed = origin.read_state(Path(config.resume_from)) if config.resume_from else None
 
@@ -100,9 +103,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             f"{config.adapter.decompose_factor} their matrices are smaller than it. A lower rank or another factor "
             "gives it one."
         )
-    if training.gradient_checkpointing:
-        precision.check_checkpointing(device, config.adapter)
-        transformer.enable_gradient_checkpointing()
     trained = dict(adapter.trainable(transformer))
     parameters = list(trained.values())
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -131,6 +131,17 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     assert all(parameter is trained[name] for name, parameter in adapter.trainable(transformer))
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
+    plan = memory.plan(  # of what is free now that the model is where it is computed
+        memory.read_shape(transformer.config),
+        config,
+        dataset.sizes([*samples, *held_out]),
+        number_format,
+        checkpointing,
+        precision.free_bytes(fabric.device),
+    )
+    if plan.shortage:
+        warn(plan.shortage)
+    gradient_checkpointing.enable(transformer, plan.recomputed)
 
     step = saved_step = consecutive_skips = epoch = 0
     first_epoch = 1
@@ -198,8 +209,6 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     def predict(batch: dict[str, Tensor]) -> Tensor:
         """The velocities the model predicts for a drawn batch, [B, T, 64]."""
         hidden_states = objective.noisy(batch["latents"], batch["noise"], batch["timesteps"])
-        if training.gradient_checkpointing:  # a block that is checkpointed needs an input with a gradient
-            hidden_states.requires_grad_(torch.is_grad_enabled())
         prediction: Tensor = module(
             hidden_states=hidden_states,
             timestep=batch["timesteps"],
@@ -231,7 +240,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             precision=number_format,
             variant=base.variant,
             base_dtype="fp32" if config.model.base_dtype == "auto" else config.model.base_dtype,
-            gradient_checkpointing=transformer.is_gradient_checkpointing,
+            gradient_checkpointing=plan.description,
+            estimated_bytes=plan.estimate.total,
             window_attention=type(windowed).__name__.lower(),
             compiled=is_compiled,
             samples=len(samples),

@@ -7,7 +7,7 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
 from trainer_core.run_folders import RunFolders
-from webapp import actions, api, openapi, pages, sign_in
+from webapp import actions, api, estimates, openapi, pages, sign_in
 from webapp.api_key import ApiKey
 from webapp.body_limit import BodyLimit
 from webapp.dispatcher import dispatching
@@ -44,6 +44,7 @@ def make_app(settings: Settings) -> Starlette:
             Route("/api/runs", api.list_runs),
             Route("/api/runs", api.start, methods=["POST"]),
             Route("/api/adapters", api.adapter, methods=["POST"]),
+            Route("/api/estimate", estimates.estimate, methods=["POST"]),
             Route("/api/openapi.json", openapi.show),
             Route("/api/runs/{run_id}", api.show_run),
             Route("/api/runs/{run_id}/events", api.events),

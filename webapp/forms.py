@@ -20,6 +20,7 @@ class FormField:
     unit: str
     kind: str
     choices: tuple[str, ...]
+    """Of a number, the words that may stand in its place."""
     allowed: str
     only: str
     """The values of another field beside which this one means something, as JSON; empty where it always does."""
@@ -42,7 +43,7 @@ def form_sections(values: Mapping[str, str], errors: Mapping[str, str] | None = 
         group = name.rpartition(".")[0]
         extra = _extra(info)
         options = choices(info)
-        kind = "choice" if options else "number" if is_number(info) else str(extra.get("kind", "text"))
+        kind = "number" if is_number(info) else "choice" if options else str(extra.get("kind", "text"))
         field = FormField(
             name=name,
             label=info.title or name,

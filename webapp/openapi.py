@@ -98,6 +98,21 @@ class Adapter(Model):
     description: str
 
 
+class Estimate(Model):
+    """The bytes of memory that a run takes at its peak."""
+
+    total: int
+    """As asked for; with gradient checkpointing auto as with off."""
+    parts: dict[str, int]
+    """What of it is for what."""
+    totals: dict[str, int]
+    """With gradient checkpointing off, of every second block, full, and as asked for."""
+    precision: str
+    """What it is computed for: auto is taken for what the device has, the device auto for the CPU."""
+    free: int | None
+    """What is free of main memory; null for a device with memory of its own, which the server doesn't look at."""
+
+
 MODELS: dict[str, tuple[Any, Literal["validation", "serialization"]]] = {
     "RunConfig": (RunConfig, "validation"),
     "RunSummary": (RunSummary, "serialization"),
@@ -178,6 +193,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Adapter",
         errors=(400, 422, 507),
         body=((JSON, "AdapterPath"), (FORM, "AdapterUpload")),
+    ),
+    ("POST", "/api/estimate"): Operation(
+        "How much memory a run takes", "Estimate", errors=(400, 422), body=((JSON, "RunConfig"),)
     ),
     ("GET", "/api/openapi.json"): Operation("This description", JSON),
 }

@@ -16,13 +16,21 @@ function readyAfter(phases) {
   return `. Ready after ${format.seconds(total)}: ${each.join(", ")}`;
 }
 
+/** What a run computes again: a switch in the events of older runs. */
+function recomputed(choice) {
+  if (choice === false || choice === "off") return "";
+  return `, gradient checkpointing${choice === true || choice === "full" ? "" : ` of ${choice}`}`;
+}
+
 const words = {
   phase: (event) => event.message,
   started: (event) =>
     `Started on ${event.device} with ${event.precision}: ${plural(event.samples, "sample", "samples")}, ` +
     (event.validation_samples ? `${event.validation_samples} held out, ` : "") +
     `${format.count(event.trainable_parameters)} trainable parameters in ${format.count(event.adapted_modules)} modules` +
-    `${event.base_dtype === "fp32" ? "" : `, base in ${event.base_dtype}`}${event.gradient_checkpointing ? ", gradient checkpointing" : ""}` +
+    (event.base_dtype === "fp32" ? "" : `, base in ${event.base_dtype}`) +
+    recomputed(event.gradient_checkpointing) +
+    (event.estimated_bytes ? `; about ${format.bytes(event.estimated_bytes)} of memory at the peak` : "") +
     readyAfter(Object.entries(event.phase_seconds ?? {})),
   skipped: (event) =>
     `Step ${format.count(event.step)} skipped: ${event.reason}` +

@@ -180,10 +180,19 @@ def test_a_resumed_run_counts_on_from_its_parent_before_its_first_step(
     run = make_run(shared_server.home)
     with writing(run) as writer:
         page = open_page(f"{shared_server.address}/runs/{run.id}")
-        writer.write(started(first_step=5, validation_samples=2, base_dtype="bf16", gradient_checkpointing=True))
+        writer.write(
+            started(
+                first_step=5,
+                validation_samples=2,
+                base_dtype="bf16",
+                gradient_checkpointing="2 of 4 blocks",
+                estimated_bytes=9_400_000_000,
+            )
+        )
         expect(page.locator("[data-figure=step]")).to_have_text("4")
         expect(page.locator("[data-feed] [data-kind=started]")).to_contain_text(
-            "2 held out, 1,000 trainable parameters in 32 modules, base in bf16, gradient checkpointing"
+            "2 held out, 1,000 trainable parameters in 32 modules, base in bf16, "
+            "gradient checkpointing of 2 of 4 blocks; about 9.4 GB of memory at the peak"
         )
         expect(page.locator("[data-key-validation]")).to_be_visible()
     assert shared_server.http.get(f"/api/runs/{run.id}").json()["step"] == 4
@@ -264,3 +273,26 @@ def test_every_checkpoint_downloads_in_the_chosen_format_and_precision(
         expect(links).to_have_count(2)
         for link, name in zip(links.all(), ("step-000006", "step-000003"), strict=True):
             expect(link).to_have_attribute("href", re.compile(rf"{name}/download\?format=comfyui&precision=fp32$"))
+
+
+def test_the_form_says_how_much_memory_the_settings_take(shared_server: Server, open_page: OpenPage) -> None:
+    page = open_page(f"{shared_server.address}/runs/new")
+    line = page.locator("[data-estimate]")
+    expect(line).to_contain_text(
+        re.compile(r"[\d.]+ MB off, [\d.]+ MB with one block in 2, [\d.]+ MB full\. .+ are free")
+    )
+    before = line.inner_text()
+    buttons = page.get_by_role("button", name="Start training").bounding_box()
+    page.locator("[name='training.batch_size']").fill("8")
+    expect(line).not_to_have_text(before)
+    page.locator("[name='training.gradient_checkpointing']").fill("3")
+    expect(line).to_contain_text("with one block in 3")
+    page.locator("[name='adapter.rank']").fill("0")
+    expect(line).to_have_text("The memory that it takes is told once these are right: Rank.")
+    page.locator("[name='adapter.type']").select_option("lokr")
+    page.locator("[name='adapter.decompose_factor']").fill("1")
+    expect(line).to_contain_text("Rank, Kronecker factor")
+    page.locator("[name='adapter.rank']").fill("8")
+    page.locator("[name='adapter.type']").select_option("lora")  # the factor is out of the way again
+    expect(line).to_contain_text("with one block in 3")
+    assert page.get_by_role("button", name="Start training").bounding_box() == buttons

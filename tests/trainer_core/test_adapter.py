@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tests.conftest import FIXTURE, fixture_settings
 from tests.trainer_core.test_model import output
 from tests.trainer_core.training import of_kind, run_training, steps, weights
-from trainer_core import adapter, adapter_files, model, naming, precision
-from trainer_core.config import AdapterConfig
+from trainer_core import adapter, adapter_files, gradient_checkpointing, memory, model, naming, precision
+from trainer_core.config import AdapterConfig, Checkpointing
 from trainer_core.config_checks import ConfigError, validate
 from trainer_core.events import Started, Warning
 from trainer_core.sources import SourceError
@@ -139,26 +139,28 @@ def test_a_checkpoint_loads_with_peft_onto_the_original_names(kind: str, tmp_pat
 
 @every_kind
 def test_gradients_with_checkpointing_are_those_without(kind: str, tmp_path: Path) -> None:
-    """C1. Two runs of the same seed, dropout too: weights and losses agree."""
+    """C1. Runs of the same seed, dropout too: weights and losses agree."""
     learned = []
-    for on in (False, True):
+    for choice, described in (("off", "off"), (3, "2 of 4 blocks"), ("full", "full")):
         run, events, _ = run_training(
-            tmp_path / str(on),
+            tmp_path / str(choice),
             adapter=KINDS[kind],
-            training={"gradient_checkpointing": on, "learning_rate": 0.001, "epochs": 1},
+            training={"gradient_checkpointing": choice, "learning_rate": 0.001, "epochs": 1},
         )
-        assert of_kind(events, Started)[0].gradient_checkpointing is on
+        assert of_kind(events, Started)[0].gradient_checkpointing == described
         learned.append((steps(events), weights(run, "step-000003")))
-    for one, two in zip(learned[0][0], learned[1][0], strict=True):
-        assert one.loss == pytest.approx(two.loss, rel=1e-5)
-        assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
-    for name, tensor in learned[0][1].items():
-        assert torch.allclose(tensor, learned[1][1][name], atol=1e-5)
-        assert tensor.abs().max() > 0
+    (plain_steps, plain_weights), *others = learned
+    for its_steps, its_weights in others:
+        for one, two in zip(plain_steps, its_steps, strict=True):
+            assert one.loss == pytest.approx(two.loss, rel=1e-5)
+            assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
+        for name, tensor in plain_weights.items():
+            assert torch.allclose(tensor, its_weights[name], atol=1e-5)
+            assert tensor.abs().max() > 0
 
 
 def one_step(loaded: model.LoadedModel) -> dict[str, Tensor]:
-    """The gradients of one step through Fabric, with an input that carries a gradient as the trainer's does."""
+    """The gradients of one step through Fabric."""
     transformer = loaded.transformer
     fabric = precision.make_fabric("cpu", "32-true")
     parameters = [parameter for _, parameter in adapter.trainable(transformer)]
@@ -166,7 +168,7 @@ def one_step(loaded: model.LoadedModel) -> dict[str, Tensor]:
     module.train()
     inputs = load_file(FIXTURE / "reference.safetensors")
     prediction = module(
-        hidden_states=inputs["hidden_states"].requires_grad_(),
+        hidden_states=inputs["hidden_states"],
         timestep=inputs["timestep"],
         timestep_r=inputs["timestep"],
         encoder_hidden_states=inputs["encoder_hidden_states"],
@@ -180,17 +182,19 @@ def one_step(loaded: model.LoadedModel) -> dict[str, Tensor]:
 
 @every_kind_of_weights
 @pytest.mark.parametrize("before", [True, False])
-def test_checkpointing_works_enabled_before_or_after_injection(kind: str, before: bool) -> None:
+@pytest.mark.parametrize("choice", [2, 3, "full"])
+def test_checkpointing_works_enabled_before_or_after_injection(kind: str, before: bool, choice: Checkpointing) -> None:
     """C1, C2: every parameter of the adapter has a gradient, and it is the one without checkpointing, within 1e-5."""
     plain = adapted(kind)
     randomise(plain.transformer)
     expected = one_step(plain)
     loaded = model.load(CHECKPOINT)
+    blocks = memory.recomputed(choice, len(loaded.transformer.layers))
     if before:
-        loaded.transformer.enable_gradient_checkpointing()
+        gradient_checkpointing.enable(loaded.transformer, blocks)
     adapter.inject(loaded.transformer, config(kind))
     if not before:
-        loaded.transformer.enable_gradient_checkpointing()
+        gradient_checkpointing.enable(loaded.transformer, blocks)
     randomise(loaded.transformer)
     gradients = one_step(loaded)
     assert set(gradients) == set(expected) == set(dict(adapter.trainable(loaded.transformer)))
@@ -198,15 +202,15 @@ def test_checkpointing_works_enabled_before_or_after_injection(kind: str, before
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
-def test_checkpointing_recomputes_also_after_validation_and_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("choice", "blocks"), [("full", 4), (2, 2), ("off", 0)])
+def test_the_chosen_blocks_are_computed_again_also_after_validation_and_a_save(
+    choice: Checkpointing, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recomputed: list[int] = []
     honest = torch.utils.checkpoint.checkpoint
 
     def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         assert options["use_reentrant"] is False
-        assert arguments[0].requires_grad
         recomputed[-1] += 1
         return honest(function, *arguments, **options)
 
@@ -215,9 +219,9 @@ def test_checkpointing_recomputes_also_after_validation_and_a_save(
             recomputed.append(0)
 
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
-    options = {"gradient_checkpointing": True, "gradient_accumulation": 1, "save_every_epochs": 1, "epochs": 2}
+    options = {"gradient_checkpointing": choice, "gradient_accumulation": 1, "save_every_epochs": 1, "epochs": 2}
     _, events, _ = run_training(tmp_path, begin, dataset={"validation_fraction": 0.2}, training=options)
-    assert [count for count in recomputed if count] == [4] * len(steps(events))  # four blocks, one sample a step
+    assert [count for count in recomputed if count] == ([blocks] * len(steps(events)) if blocks else [])
 
 
 @every_kind

@@ -139,8 +139,22 @@ def test_what_contradicts_is_said_beside_what_is_missing() -> None:
 def test_true_is_no_number_and_space_around_a_choice_is_none() -> None:
     for name in ("condition_dropout", "scheduler_cycles", "epochs", "learning_rate"):
         assert problems({"training": {name: True}})[f"training.{name}"].startswith("True was given; this takes")
-    assert validate({"training": {"condition_dropout": " auto ", "gradient_checkpointing": " on "}})
+    assert validate({"training": {"condition_dropout": " auto ", "gradient_checkpointing": " full "}})
     assert len(problems({"hardware": {"device": "x" * 100_000}})["hardware.device"]) < 300
+
+
+def test_gradient_checkpointing_is_a_word_or_every_so_many_blocks_and_once_was_a_switch() -> None:
+    """Runs of before say true and false, drafts of forms on and off."""
+    same: list[Any] = ["off", "auto", "full", 2, 512]
+    for given, meant in [*zip(same, same, strict=True), ("3", 3), (True, "full"), ("on", "full"), (False, "off")]:
+        config = validate({"training": {"gradient_checkpointing": given}})
+        assert config.training.gradient_checkpointing == meant
+        assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    for bad in (1, 0, 513, 2.5, "some", None):
+        found = problems({"training": {"gradient_checkpointing": bad}})
+        assert found["training.gradient_checkpointing"].endswith(
+            " was given; this takes one of off, auto, full, or a whole number from 2 to 512."
+        )
 
 
 def test_names_of_targets_come_as_a_list_or_apart_by_commas_and_spaces() -> None:

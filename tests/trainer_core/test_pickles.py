@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import FIXTURE, fixture_settings
 from tests.trainer_core.test_dataset import pickled
-from trainer_core import adapter_files, model, tensor_files
+from trainer_core import adapter_files, model, sample_shapes, tensor_files
 from trainer_core.config_checks import validate
 
 
@@ -47,7 +47,23 @@ def state(folder: Path, weights: bytes) -> None:
     tensor_files.load(folder / "state.safetensors")
 
 
-@pytest.mark.parametrize("read", [base_model, base_model_in_pickles, adapter, adapter_in_pickles, named_adapter, state])
+def sample_that_is_measured(folder: Path, weights: bytes) -> None:
+    (folder / "a.pt").write_bytes(weights)
+    sample_shapes.measure(str(folder))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        base_model,
+        base_model_in_pickles,
+        adapter,
+        adapter_in_pickles,
+        named_adapter,
+        state,
+        sample_that_is_measured,
+    ],
+)
 def test_a_pickle_is_refused_and_not_run(read: Callable[[Path, bytes], None], tmp_path: Path) -> None:
     sentinel = tmp_path / "sentinel"
     folder = tmp_path / "folder"

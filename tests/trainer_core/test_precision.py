@@ -7,7 +7,7 @@ import torch
 
 from trainer_core import precision
 from trainer_core.config import AdapterConfig, HardwareConfig
-from trainer_core.precision import Autocast, HardwareError, check_checkpointing, choose, is_emulated, make_fabric
+from trainer_core.precision import Autocast, HardwareError, choose, choose_checkpointing, is_emulated, make_fabric
 
 
 def hardware(**fields: Any) -> HardwareConfig:
@@ -89,12 +89,15 @@ def test_bf16_products_are_known_to_be_slow_where_the_processor_has_no_units_for
 
 
 def test_checkpointing_with_dropout_is_refused_where_the_dropout_would_be_drawn_again() -> None:
-    """PyTorch does not keep the mps generator for the second computation."""
-    with pytest.raises(HardwareError, match="On mps gradient checkpointing with adapter dropout gives wrong gradients"):
-        check_checkpointing("mps", AdapterConfig(type="dora", dropout=0.1))
-    check_checkpointing("mps", AdapterConfig(type="lokr", dropout=0.1))
-    check_checkpointing("mps", AdapterConfig())
-    check_checkpointing("cuda", AdapterConfig(dropout=0.1))
+    """PyTorch does not keep the mps generator for the second computation; auto is off there."""
+    dora = AdapterConfig(type="dora", dropout=0.1)
+    for asked in (2, "full"):
+        with pytest.raises(HardwareError, match="On mps gradient checkpointing with adapter dropout gives wrong grad"):
+            choose_checkpointing(asked, "mps", dora)
+    assert choose_checkpointing("auto", "mps", dora) == choose_checkpointing("off", "mps", dora) == "off"
+    assert choose_checkpointing("auto", "mps", AdapterConfig(type="lokr", dropout=0.1)) == "auto"
+    assert choose_checkpointing(3, "mps", AdapterConfig()) == 3
+    assert choose_checkpointing("full", "cuda", dora) == "full"
 
 
 def test_a_device_that_is_not_here_is_refused_by_name() -> None:

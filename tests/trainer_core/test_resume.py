@@ -303,7 +303,7 @@ def test_other_settings_are_refused_each_at_its_field(copy: Path) -> None:
     found = problems(
         resume_from=str(copy),
         adapter={"rank": 8, "targets": ["mlp"]},
-        training={"learning_rate": 0.5, "epochs": 9, "gradient_checkpointing": True, "save_every_epochs": 3},
+        training={"learning_rate": 0.5, "epochs": 9, "gradient_checkpointing": "full", "save_every_epochs": 3},
     )
     assert set(found) == {"adapter.rank", "adapter.targets", "training.learning_rate"}
     assert found["training.learning_rate"].startswith("0.5 was given, the run to resume has 0.01.")

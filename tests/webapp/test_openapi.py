@@ -80,7 +80,7 @@ def test_every_answer_to_any_request_is_as_described(case: Case[Any], busy: tupl
         case.path_parameters["run_id"] = run.id  # else hardly a request would name a run
     if (run.path / "stop").exists():
         (run.path / "stop").unlink()
-    has_body = case.path in ("/api/runs", "/api/adapters") and case.method == "POST"
+    has_body = case.path in ("/api/runs", "/api/adapters", "/api/estimate") and case.method == "POST"
     case.call_and_validate(server.address, excluded_checks=NOT_CHECKED_OF_BODIES if has_body else NOT_CHECKED)
     for other in server.runs:
         if other.id != run.id:
@@ -101,6 +101,8 @@ def test_what_a_well_behaved_program_asks_is_answered_as_described(busy: tuple[S
         ("GET", f"/api/runs/{run.id}/series?points=100", None, 200),
         ("POST", f"/api/runs/{run.id}/stop", None, 200),
         ("POST", "/api/adapters", {"path": str(adapter)}, 200),
+        ("POST", "/api/estimate", {}, 200),
+        ("POST", "/api/estimate", {"training": {"epochs": 0}}, 422),
         ("POST", "/api/runs", {}, 409),
         ("POST", "/api/runs?queue=true", {"name": "waits"}, 201),
         ("POST", f"/api/runs/{run.id}/queue", {"position": 1}, 409),

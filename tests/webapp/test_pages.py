@@ -34,11 +34,11 @@ def test_the_form_is_made_from_the_configs_fields() -> None:
 def test_switches_lists_and_auto_come_back_from_the_form_as_they_were() -> None:
     given = {
         "adapter": {"type": "dora", "rank_stabilized": True, "targets": ["mlp", "layers.0.self_attn.q_proj"]},
-        "training": {"gradient_checkpointing": True, "condition_dropout": 0.5},
+        "training": {"gradient_checkpointing": 2, "condition_dropout": 0.5},
     }
     config = RunConfig.model_validate(given)
     values = to_values(config.model_dump())
-    assert values["adapter.rank_stabilized"] == values["training.gradient_checkpointing"] == "on"
+    assert (values["adapter.rank_stabilized"], values["training.gradient_checkpointing"]) == ("on", "2")
     assert values["adapter.decompose_both"] == "off"
     assert values["adapter.targets"] == "mlp, layers.0.self_attn.q_proj"
     assert (values["training.condition_dropout"], to_values({})["training.condition_dropout"]) == ("0.5", "auto")
