@@ -15,6 +15,7 @@ def compile_blocks(transformer: AceStepTransformer1DModel, rehearse: Callable[[]
     """
     import torch._dynamo
 
+    torch._dynamo.config.suppress_errors = False
     for block in transformer.layers:
         block.compile()
     try:

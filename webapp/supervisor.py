@@ -27,6 +27,8 @@ LEAVE_SECONDS = 10.0
 """How long a trainer may take to give its device's memory back: a start and a kill wait for it."""
 RECORD_SECONDS = 1.0
 """How long a kill waits for the exit status to be written, for which there is nobody if another server started it."""
+TRAINER_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Large tensors in large pages: a step on the CPU takes some 5 % less. Only glibc, of Linux, looks at it."""
 CAN_NOT_EXECUTE = 126
 """Exit status of a trainer that could not be started, as shells have it."""
 OOM_KILLS = Path("/proc/vmstat")
@@ -74,7 +76,7 @@ class Trainer:
                 cwd=Path(__file__).parent.parent,  # Python looks for modules there first
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
+                env=TRAINER_ENVIRONMENT | os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
                 # Away from this terminal: neither Ctrl-C there nor closing it may reach the trainer.
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)

@@ -26,7 +26,7 @@ def dense() -> AceStepTransformer1DModel:
     transformer = AceStepTransformer1DModel(
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -98,9 +98,8 @@ def test_bands_are_the_dense_mask_recomputed_and_compiled(
     banded = copy.deepcopy(dense)
     use_training_attention(banded, Banded())
     way(banded)
-    for frames, batch in ((63, 2), (101, 1), (12, 1)):
-        wanted = outputs_and_gradients(dense, frames, batch)
-        assert distance(outputs_and_gradients(banded, frames, batch), wanted) < FP32
+    wanted = outputs_and_gradients(dense, 63, 2)
+    assert distance(outputs_and_gradients(banded, 63, 2), wanted) < FP32
 
 
 def test_a_token_further_than_a_window_away_changes_nothing() -> None:
