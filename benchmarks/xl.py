@@ -60,7 +60,7 @@ def main() -> None:
             "model": {"source": str(home / "model"), "base_dtype": "bf16"},
             "dataset": {"source": str(home / "data")},
             "adapter": {"rank": 64, "alpha": 64},
-            "training": {"epochs": 1, "gradient_accumulation": 4, "gradient_checkpointing": True},
+            "training": {"epochs": 1, "gradient_accumulation": 4, "gradient_checkpointing": "full"},
             "hardware": {"device": "cpu"},
         }
         run = RunFolders(home / "home").create(RunConfig.model_validate(settings))

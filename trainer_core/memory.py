@@ -27,6 +27,8 @@ from trainer_core.sources import SourceError
 
 FP32, HALF = 4, 2
 """Bytes of a number."""
+BASE_BYTES = {"auto": FP32, "fp32": FP32, "bf16": HALF, "int8": 1, "nf4": 0.5}
+"""Of a weight in a block; outside of the blocks a quantised base is in bf16. Scales are left out, a few hundredths."""
 OPTIMIZER_BYTES = {"adamw": 8, "adafactor": 0, "prodigy": 16, "adamw8bit": 2}
 """Of state for each trained parameter: two moments; sums of rows and columns alone; two moments, the first weights and
 a sum; two moments in 8 bits."""
@@ -245,7 +247,8 @@ def estimate(
     A batch is taken to be of the longest sample.
     """
     item = FP32 if precision == "32-true" else HALF
-    base_item = HALF if config.model.base_dtype == "bf16" else FP32
+    in_blocks = shape.num_hidden_layers * _products(shape.block)
+    outside_item = FP32 if BASE_BYTES[config.model.base_dtype] == FP32 else HALF
     batch = config.training.batch_size
     tokens = batch * -(-samples.frames // shape.patch_size)
     condition = batch * samples.condition_tokens
@@ -255,7 +258,7 @@ def estimate(
     trained = sum(math.prod(part) for sides in adapted.values() for part in parts_for(sides, settings).values())
 
     # Autocast copies each weight, and the copy is kept for the way back.
-    copies = _products(shape.block) * item if base_item > item else 0
+    copies = _products(shape.block) * item if outside_item > item else 0
     kept = [
         copies
         + _block_bytes(
@@ -271,7 +274,7 @@ def estimate(
         for number in range(shape.num_hidden_layers)
     ]
     return Estimate(
-        weights=shape.parameters * base_item,
+        weights=int(in_blocks * BASE_BYTES[config.model.base_dtype]) + (shape.parameters - in_blocks) * outside_item,
         adapter=trained * FP32,
         optimizer=trained * (FP32 + OPTIMIZER_BYTES[config.training.optimizer]),
         activations=_peak(kept, recomputed(checkpointing, shape.num_hidden_layers), tokens * shape.hidden_size * item),

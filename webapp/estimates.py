@@ -42,7 +42,7 @@ def _estimate(config: RunConfig) -> dict[str, Any]:
     precision = config.hardware.precision
     if precision == "auto":  # as the trainer chooses; without torch a card that `auto` would find isn't known
         on_card = config.hardware.device not in ("auto", "cpu")
-        precision = "bf16-mixed" if on_card or config.model.base_dtype == "bf16" else "32-true"
+        precision = "bf16-mixed" if on_card else "32-true"
     choices: list[Checkpointing] = ["off", *sorted({2, asked} - {"off", "auto", "full"}), "full"]
     estimates = {choice: memory.estimate(shape, config, samples, precision, choice) for choice in choices}
     own = estimates["off" if asked == "auto" else asked]
