@@ -32,7 +32,7 @@ from webapp.supervisor import TRAINER_ENVIRONMENT
 WIDTH, LAYERS, TOKENS = 512, 8, 64
 LEARNING_RATE, RANK, ALPHA = 1e-4, 16, 32
 # Seconds of a clip: turns of each, and steps a turn, the first of which is not counted.
-LENGTHS = {60: (6, 6), 240: (3, 3), 600: (2, 2)}
+LENGTHS = {60: (5, 5), 240: (3, 2), 600: (1, 2)}
 
 
 def make_model(folder: Path) -> None:

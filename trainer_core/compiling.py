@@ -23,6 +23,6 @@ def compile_blocks(transformer: AceStepTransformer1DModel, rehearse: Callable[[]
     except Exception as error:
         for block in transformer.layers:
             block._compiled_call_impl = None  # what Module.compile sets; PyTorch has no way back from it
-        return plain(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 500)
+        return plain(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)
     torch._dynamo.config.suppress_errors = True
     return ""
