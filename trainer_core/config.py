@@ -84,7 +84,7 @@ class ModelConfig(Section):
         title="Base weights",
         description="How the frozen base model is held. auto is fp32. bf16 takes half the memory; bf16-mixed computes "
         "with weights rounded so anyway. int8 (8 bits) takes a quarter and nf4 (4 bits, as in QLoRA) a seventh; both "
-        "round more, need cuda and the package bitsandbytes.",
+        "round more, go with a lora, and need cuda and the package bitsandbytes.",
     )
 
 

@@ -150,10 +150,9 @@ def _contradictions(
             problems[name] = f"{given} works on cuda only, not on {config.hardware.device}. Use {instead}."
         elif given in OPTIONAL_PACKAGES and (lacking := _lacking(*OPTIONAL_PACKAGES[given])):
             problems[name] = f"{given} needs {lacking}, or choose {instead}."
-    if config.model.base_dtype == "nf4" and config.adapter.type == "dora":
+    if config.model.base_dtype in QUANTIZED and config.adapter.type != "lora":
         problems["model.base_dtype"] = (
-            "nf4 moves the norms of the weights, which a DoRA's magnitudes begin from: on the original model it would "
-            "play otherwise. Use int8 or bf16, or a lora."
+            f"{config.model.base_dtype} goes with a lora, not with a {config.adapter.type}. Use bf16, or a lora."
         )
     if config.model.base_dtype == "bf16" and config.hardware.precision == "16-mixed":
         problems["hardware.precision"] = (

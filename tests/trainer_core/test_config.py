@@ -104,8 +104,9 @@ def test_fields_that_contradict_each_other_are_refused(monkeypatch: pytest.Monke
     }
     for precision in ("auto", "bf16-mixed", "32-true"):
         assert validate({"model": bf16, "hardware": {"precision": precision}})
-    found = problems({"model": {"base_dtype": "nf4"}, "adapter": {"type": "dora"}})
-    assert "Use int8 or bf16, or a lora" in found["model.base_dtype"]
+    for kind in ("dora", "lokr"):
+        found = problems({"model": {"base_dtype": "nf4"}, "adapter": {"type": kind}})
+        assert f"nf4 goes with a lora, not with a {kind}" in found["model.base_dtype"]
     for base_dtype in ("int8", "nf4"):
         found = problems({"model": {"base_dtype": base_dtype}, "hardware": {"device": "cpu"}})
         assert found == {"model.base_dtype": f"{base_dtype} works on cuda only, not on cpu. Use bf16."}
