@@ -160,7 +160,7 @@ def compare() -> None:
                 [
                     f"{seconds} s",
                     *(f"{median:.2f} s" for median in medians),
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                    f"{statistics.median(ratios):.2f} ({turns}: {min(ratios):.2f} to {max(ratios):.2f})",
                     f"{statistics.median(idles):.2%}",
                 ]
             )

@@ -8,6 +8,7 @@ Linux only. Needs about 9 GB of disk in the temporary folder (TMPDIR) at full si
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 from benchmarks.random_model import XL, write_model
 from trainer_core.config import RunConfig
 from trainer_core.run_folders import RunFolders
+from webapp.supervisor import TRAINER_ENVIRONMENT
 
 KINDS = ("VmHWM", "RssAnon", "RssFile")
 
@@ -65,7 +67,9 @@ def main() -> None:
         }
         run = RunFolders(home / "home").create(RunConfig.model_validate(settings))
         began = time.perf_counter()
-        trainer = subprocess.Popen([sys.executable, "-m", "trainer_core", str(run.path)])
+        trainer = subprocess.Popen(
+            [sys.executable, "-m", "trainer_core", str(run.path)], env=TRAINER_ENVIRONMENT | os.environ
+        )
         most = dict.fromkeys(KINDS, 0)
         while trainer.poll() is None:
             now = memory(trainer.pid)

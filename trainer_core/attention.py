@@ -8,7 +8,8 @@ length, not with its square. What is learned is the same: outputs and gradients 
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.ace_step_transformer import AceStepAttention
 from torch import Tensor
 
+from trainer_core.precision import computing_dtype
 from trainer_core.rotary import normalize_and_rotate
 
 MASKS_KEPT = 8
@@ -25,11 +27,11 @@ TOLERANCE = 2e-2
 TIMED_CALLS = 5
 
 
-class WindowAttention(Protocol):
-    """Attention of query [B, N, H, D] to the keys and values [B, N, G, D] that are at most `window` tokens away."""
+WindowAttention = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+"""Attention of query [B, N, H, D] to the keys and values [B, N, G, D] that are at most a window away, [B, N, H, D].
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
-        """The mean values, [B, N, H, D]."""
+Takes query, key, value, the window in tokens and what scores are multiplied with.
+"""
 
 
 class TrainingAttention:
@@ -37,7 +39,6 @@ class TrainingAttention:
 
     _attention_backend = AttentionBackendName.FLASH
     """By this the transformer knows that windows are seen to here, and builds no dense mask."""
-    _parallel_config = None
 
     def __init__(self, windowed: WindowAttention) -> None:
         self.windowed = windowed
@@ -71,68 +72,50 @@ class TrainingAttention:
         return output
 
 
-class Banded:
+def banded(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
     """WindowAttention by PyTorch's own fused kernels, on any device."""
+    batch, length, heads, width = query.shape
+    blocks = -(-length // window)
+    missing = blocks * window - length
 
-    def __init__(self) -> None:
-        self._masks: dict[tuple[Any, ...], Tensor] = {}
+    def with_neighbours(tensor: Tensor) -> Tensor:
+        padded = F.pad(tensor, (0, 0, 0, 0, window, window + missing))
+        padded = padded.view(batch, blocks + 2, window, *tensor.shape[2:])
+        return torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=2).flatten(0, 1)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
-        """See WindowAttention."""
-        batch, length, heads, width = query.shape
-        blocks = -(-length // window)
-        missing = blocks * window - length
-        query = F.pad(query, (0, 0, 0, 0, 0, missing)).view(batch * blocks, window, heads, width)
-
-        def with_neighbours(tensor: Tensor) -> Tensor:
-            padded = F.pad(tensor, (0, 0, 0, 0, window, window + missing))
-            padded = padded.view(batch, blocks + 2, window, *tensor.shape[2:])
-            return torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=2).flatten(0, 1)
-
-        mask = self._mask(batch, length, window, query)
-        attended = attend(query, with_neighbours(key), with_neighbours(value), scale, mask)
-        return attended.reshape(batch, blocks * window, heads, width)[:, :length]
-
-    def _mask(self, batch: int, length: int, window: int, query: Tensor) -> Tensor:
-        kind = query.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        if torch.compiler.is_compiling():  # a graph makes its own as it goes, for any length
-            return band_mask(batch, length, window, dtype, query.device)
-        place = (batch, length, window, dtype, query.device)
-        if place not in self._masks:
-            if len(self._masks) >= MASKS_KEPT:
-                del self._masks[next(iter(self._masks))]
-            self._masks[place] = band_mask(*place)
-        return self._masks[place]
+    # A graph makes its own mask as it goes, for any length.
+    make_mask = band_mask.__wrapped__ if torch.compiler.is_compiling() else band_mask
+    mask = make_mask(batch, length, window, computing_dtype(query), query.device)
+    query = F.pad(query, (0, 0, 0, 0, 0, missing)).view(batch * blocks, window, heads, width)
+    attended = attend(query, with_neighbours(key), with_neighbours(value), scale, mask)
+    return attended.reshape(batch, blocks * window, heads, width)[:, :length]
 
 
-class Flex:
+def flex(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
     """WindowAttention by FlexAttention, which PyTorch compiles for the card; elsewhere it is slow."""
+    mask = flex_mask(query.shape[1], window, query.device)
+    heads = [tensor.to(computing_dtype(query)).transpose(1, 2) for tensor in (query, key, value)]
+    attended: Tensor = compiled_flex()(*heads, block_mask=mask, scale=scale, enable_gqa=True)
+    return attended.transpose(1, 2)
 
-    def __init__(self) -> None:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        self._attention: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-        self._create_block_mask = create_block_mask
-        self._masks: dict[tuple[Any, ...], Any] = {}
+@cache
+def compiled_flex() -> Callable[..., Any]:
+    """FlexAttention compiled for any length. Imported here, since only cuda uses it."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
-        """See WindowAttention."""
-        length = query.shape[1]
-        place = (length, window, query.device)
-        if place not in self._masks:
-            if len(self._masks) >= MASKS_KEPT:
-                del self._masks[next(iter(self._masks))]
+    return torch.compile(flex_attention, dynamic=True)
 
-            def is_seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-                return (q - k).abs() <= window
 
-            self._masks[place] = self._create_block_mask(is_seen, None, None, length, length, device=query.device)
-        kind = query.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        heads = [tensor.to(dtype).transpose(1, 2) for tensor in (query, key, value)]
-        attended: Tensor = self._attention(*heads, block_mask=self._masks[place], scale=scale, enable_gqa=True)
-        return attended.transpose(1, 2)
+@lru_cache(maxsize=MASKS_KEPT)
+def flex_mask(length: int, window: int, device: torch.device) -> Any:
+    """FlexAttention's own description of which blocks of keys are seen."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k).abs() <= window
+
+    return create_block_mask(is_seen, None, None, length, length, device=device)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -148,6 +131,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     ).transpose(1, 2)
 
 
+@lru_cache(maxsize=MASKS_KEPT)
 def band_mask(batch: int, length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What each block adds to its scores, [batch * blocks, 1, window, 3 * window]: 0 for a key it sees, else the least.
 
@@ -174,10 +158,11 @@ def use_training_attention(transformer: AceStepTransformer1DModel, windowed: Win
 def fastest(transformer: AceStepTransformer1DModel, length: int, device: torch.device) -> WindowAttention:
     """The WindowAttention that is fastest here for `length` tokens, forward and backward, under the autocast there is.
 
-    On CUDA FlexAttention is measured beside Banded, and taken if it is faster and equal within TOLERANCE; a card or
-    system for which it can't be compiled keeps Banded. Elsewhere it has no fused backward and Banded is taken unseen.
+    On CUDA FlexAttention is measured beside `banded`, and taken if it is faster and equal within TOLERANCE; a card or
+    system for which it can't be compiled keeps `banded`. Elsewhere it has no fused backward and `banded` is taken
+    unseen.
     """
-    config, banded = transformer.config, Banded()
+    config = transformer.config
     if device.type != "cuda" or length <= config.sliding_window + 1:
         return banded
     shapes = [(1, length, heads, config.head_dim) for heads in (config.num_attention_heads, config.num_key_value_heads)]
@@ -185,7 +170,6 @@ def fastest(transformer: AceStepTransformer1DModel, length: int, device: torch.d
     query, key, value = (torch.randn(shapes[i], device=device, generator=generator) for i in (0, 1, 1))
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     try:
-        flex = Flex()
         return flex if is_better(flex, banded, inputs, config.sliding_window) else banded
     except Exception:  # whatever its compiler meets: without it training is as right
         return banded

@@ -1,4 +1,7 @@
-"""torch.compile of the transformer's blocks, one graph for each kind of block, or training without it."""
+"""torch.compile of the transformer's blocks, or training without it.
+
+One graph for windowed blocks, one for the others, and one for the first, whose input needs no gradient.
+"""
 
 from collections.abc import Callable
 

@@ -83,8 +83,8 @@ class ModelConfig(Section):
         "auto",
         title="Base weights",
         description="How the frozen base model is held. auto is fp32. bf16 takes half the memory; bf16-mixed computes "
-        "with weights rounded so anyway. int8 (8 bits) takes a quarter and nf4 (4 bits, as in QLoRA) a seventh; both "
-        "round more, go with a lora, and need cuda and the package bitsandbytes.",
+        "with weights rounded so anyway. int8 (8 bits) takes under a third and nf4 (4 bits, as in QLoRA) under a "
+        "fifth; both round more, go with a lora, and need cuda and the package bitsandbytes.",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from trainer_core import demo, sources
+from trainer_core import demo, memory, sources
 from trainer_core.memory import Samples
 from trainer_core.model import Variant
 from trainer_core.sources import DEMO, SourceError
@@ -33,6 +33,8 @@ class Sample:
     """[T, 128]: source latents, then the chunk mask."""
     encoder_hidden_states: Tensor
     """[L, D], the condition without its padding."""
+    is_mapped: bool = False
+    """Whether the tensors are views of the file."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -50,17 +52,20 @@ class Sample:
 
 
 def load(source: str) -> list[Sample]:
-    """All samples of `demo` or of a folder, held in memory.
+    """All samples of `demo` or of a folder: held in memory, or where they are too many mapped from their files.
 
-    Raises SourceError that names every file that can't be used, and why.
+    Mapped files may be deleted or replaced while a run trains, but not be written over in place. Raises SourceError
+    that names every file that can't be used, and why.
     """
     if source == DEMO:
         return [to_sample(name, tensors) for name, tensors in demo.samples()]
     paths = sources.find_tensors(Path(source))
+    is_held = memory.holds(sum(path.stat().st_size for path in paths))
     loaded, problems = [], []
     for path in paths:
         try:
-            loaded.append(to_sample(path.name, read_tensors(path)))
+            is_mapped = not is_held and zipfile.is_zipfile(path)  # PyTorch wrote no zips before its version 1.6
+            loaded.append(to_sample(path.name, read_tensors(path, is_mapped), is_mapped))
         except SourceError as error:
             problems.append(f"{path.name}: {error}")
     if problems:
@@ -74,9 +79,8 @@ def load(source: str) -> list[Sample]:
 def sizes(samples: list[Sample]) -> Samples:
     """What they take in memory, and what the longest asks for."""
     frames, condition_tokens = (max(sample.shape[side] for sample in samples) for side in (0, 1))
-    return Samples(
-        frames, condition_tokens, sum(tensor.nbytes for sample in samples for tensor in sample.tensors.values())
-    )
+    held = sum(tensor.nbytes for sample in samples if not sample.is_mapped for tensor in sample.tensors.values())
+    return Samples(frames, condition_tokens, held)
 
 
 def check_variant(source: str, variant: str) -> None:
@@ -96,11 +100,14 @@ def check_variant(source: str, variant: str) -> None:
         )
 
 
-def read_tensors(path: Path) -> dict[str, Any]:
-    """The dictionary in a `.pt` file. Nothing but tensors and plain values is ever unpickled."""
+def read_tensors(path: Path, is_mapped: bool = False) -> dict[str, Any]:
+    """The dictionary in a `.pt` file. Nothing but tensors and plain values is ever unpickled.
+
+    With `is_mapped` its tensors are views of the file.
+    """
     try:
         _check_size(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except UnpicklingError as error:
         raise SourceError(
             "it is not a file of tensors and plain values alone; such a file could run code, so it was not opened."
@@ -143,12 +150,18 @@ def check_width(samples: list[Sample], condition_width: int) -> None:
         )
 
 
-def to_sample(name: str, tensors: dict[str, Any]) -> Sample:
-    """A checked sample. Condition tokens that the mask marks as padding are removed: inference has none."""
+def to_sample(name: str, tensors: dict[str, Any], is_mapped: bool = False) -> Sample:
+    """A checked sample. Condition tokens that the mask marks as padding are removed: inference has none.
+
+    Its tensors are copies, with `is_mapped` views where they can be.
+    """
     latents = _tensor(tensors, "target_latents", (None, LATENT_CHANNELS))
     context = _tensor(tensors, "context_latents", (latents.shape[0], CONTEXT_CHANNELS))
     condition = _tensor(tensors, "encoder_hidden_states", (None, None))
-    condition = condition[_tensor(tensors, "encoder_attention_mask", (condition.shape[0],), any_dtype=True) != 0]
+    is_token = _tensor(tensors, "encoder_attention_mask", (condition.shape[0],), any_dtype=True) != 0
+    count = int(is_token.sum())
+    # Padding comes last as a rule, and then a view says the same.
+    condition = condition[:count] if is_token[:count].all() else condition[is_token]
     if not latents.shape[0] or not condition.shape[0]:
         raise SourceError("it is empty: it has no frames or no condition tokens.")
     for key, tensor in (
@@ -158,6 +171,8 @@ def to_sample(name: str, tensors: dict[str, Any]) -> Sample:
     ):
         if not tensor.float().isfinite().all():  # as fp32, in which it will be used
             raise SourceError(f"{key} holds NaN or infinite values.")
+    if is_mapped:
+        return Sample(name, latents, context, condition, is_mapped)
     # A slice would keep the whole storage it was cut from alive.
     return Sample(name, latents.clone(), context.clone(), condition.clone())
 

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from trainer_core.config import QUANTIZED, BaseDtype
+from trainer_core.precision import computing_dtype
 
 BLOCKS = "layers."
 """Where the transformer's blocks are, which hold nearly all of its weights; only those are quantised."""
@@ -32,9 +33,7 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The product in the dtype of `input`, or in that of autocast."""
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        return cast(Tensor, _Product.apply(input.to(dtype), self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Product.apply(input.to(computing_dtype(input)), self))  # type: ignore[no-untyped-call]
 
 
 class QuantizedLinear(FrozenLinear):

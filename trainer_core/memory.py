@@ -42,6 +42,8 @@ SAME_INPUT = {
     "self_attn.to_v": "self_attn.to_q",
     "mlp.up_proj": "mlp.gate_proj",
 }
+DATASET_SHARE = 0.25
+"""Of the free main memory: what a data set may take of it. A larger one is mapped from its files."""
 MARGIN = 0.1
 """Share of the free memory that `choose` leaves alone: for the gaps, and what else the machine does."""
 
@@ -117,7 +119,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a data set takes: its longest sample in frames and tokens of condition, and all of it in bytes."""
+    """What a data set takes: its longest sample in frames and tokens of condition, and the bytes held in memory."""
 
     frames: int
     condition_tokens: int
@@ -222,6 +224,11 @@ def plan(shape: Shape, config: RunConfig, samples: Samples, precision: str, aske
 
 def _in_words(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def holds(dataset_bytes: int) -> bool:
+    """Whether a data set of this size is held in memory, by DATASET_SHARE; if not it stays in its files."""
+    return dataset_bytes <= free_bytes() * DATASET_SHARE
 
 
 def free_bytes() -> int:

@@ -123,6 +123,12 @@ def is_emulated(device: Device, precision: str) -> bool:
     return not (has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def computing_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What a product of `tensor` is computed in: autocast's, where it is on, else its own."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def choose_checkpointing(asked: Checkpointing, device: Device, adapter: AdapterConfig) -> Checkpointing:
     """`asked`, or off in place of auto where a block computed again would draw another dropout.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_core.memory import Samples
+from trainer_core.memory import Samples, holds
 from trainer_core.sources import DEMO, SourceError, find_tensors
 
 DEMO_SAMPLES = Samples(frames=500, condition_tokens=20, bytes=2_120_000)
@@ -31,7 +31,8 @@ def measure(source: str) -> Samples:
         largest = max(sizes, key=lambda path: sizes[path])
         shapes = _read_shapes(largest)
         frames, condition = (shapes[name] for name in ("target_latents", "encoder_hidden_states"))
-        return Samples(frames[0], condition[0], sum(sizes.values()))
+        total = sum(sizes.values())
+        return Samples(frames[0], condition[0], total if holds(total) else 0)
     except SourceError:
         raise
     except Exception as error:  # damaged bytes make an unpickler raise nearly anything

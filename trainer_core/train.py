@@ -242,7 +242,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
             base_dtype="fp32" if config.model.base_dtype == "auto" else config.model.base_dtype,
             gradient_checkpointing=plan.description,
             estimated_bytes=plan.estimate.total,
-            window_attention=type(windowed).__name__.lower(),
+            window_attention=windowed.__name__,
             compiled=is_compiled,
             samples=len(samples),
             validation_samples=len(held_out),

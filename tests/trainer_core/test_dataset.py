@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import FIXTURE
-from trainer_core import dataset, demo
+from trainer_core import dataset, demo, memory, sample_shapes
 from trainer_core.sources import SourceError
 
 
@@ -168,6 +168,28 @@ def test_a_slice_does_not_keep_its_whole_storage(tmp_path: Path) -> None:
     save(tmp_path, "a.pt", target_latents=large[:20])
     (sample,) = dataset.load(str(tmp_path))
     assert sample.target_latents.untyped_storage().nbytes() == 20 * 64 * 4
+
+
+def test_a_data_set_beyond_its_share_of_memory_stays_in_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        save(tmp_path, f"{number}.pt", encoder_attention_mask=torch.tensor([1, 1, 1, 0, 0]))
+    torch.save(good(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    held = dataset.load(str(tmp_path))
+    monkeypatch.setattr(memory, "DATASET_SHARE", 0.0)
+    mapped = dataset.load(str(tmp_path))
+    assert [sample.is_mapped for sample in held] == [False] * 4
+    assert [sample.is_mapped for sample in mapped] == [True] * 3 + [False]
+    assert dataset.sizes(mapped[:3]).bytes == sample_shapes.measure(str(tmp_path)).bytes == 0
+    for one, other in zip(mapped, held, strict=True):
+        assert all(torch.equal(one.tensors[key], other.tensors[key]) for key in one.tensors)
+    value = mapped[0].target_latents[0, 0].clone()
+    content = (tmp_path / "0.pt").read_bytes()
+    written = content.replace(value.numpy().tobytes(), torch.tensor(7.0).numpy().tobytes(), 1)
+    with (tmp_path / "0.pt").open("r+b") as file:  # what no one should do shows that nothing was copied
+        file.write(written)
+    assert mapped[0].target_latents[0, 0] == 7
 
 
 def test_a_condition_of_another_width_names_file_and_widths(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.conftest import FIXTURE
 from tests.trainer_core.training import of_kind, run_training
 from trainer_core import adapter, attention, dataset, gradient_checkpointing, memory, model, precision, sample_shapes
-from trainer_core.attention import Banded
+from trainer_core.attention import banded
 from trainer_core.config import Checkpointing, RunConfig
 from trainer_core.events import Started, Warning
 from trainer_core.frozen_linear import FrozenLinear, use_frozen_layers
@@ -65,7 +65,7 @@ class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def measured(shape: Shape, config: RunConfig, number_format: str) -> int:
     """The bytes that a batch takes at its peak, forward and back, beside weights and gradients."""
     transformer = model.build(shape.model_dump()).requires_grad_(False)
-    attention.use_training_attention(transformer, Banded())
+    attention.use_training_attention(transformer, banded)
     if config.model.base_dtype == "bf16":
         weights = transformer.state_dict()
         use_frozen_layers(transformer, "bf16")

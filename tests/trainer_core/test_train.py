@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 from tests.conftest import FIXTURE, make_run
-from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights
-from trainer_core import adapter, checkpoint, dataset, model, objective, optim, precision
+from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights, write_samples
+from trainer_core import adapter, checkpoint, dataset, memory, model, objective, optim, origin, precision
 from trainer_core import train as training_loop
 from trainer_core.batching import draw_batches, epoch_order
 from trainer_core.config import TrainingConfig
@@ -161,19 +161,14 @@ def test_a_constant_loss_reads_the_same_whatever_the_accumulation(
     assert {event.loss for event in events if isinstance(event, Epoch)} == {2.0}
 
 
-def write_samples(folder: Path, shapes: list[tuple[int, int]]) -> str:
-    """A data set of made-up samples with these frames and condition tokens."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    for number, (frames, tokens) in enumerate(shapes):
-        tensors = {
-            "target_latents": torch.randn(frames, 64),
-            "context_latents": torch.randn(frames, 128),
-            "encoder_hidden_states": torch.randn(tokens, 64),
-            "encoder_attention_mask": torch.ones(tokens),
-        }
-        torch.save(tensors, folder / f"{number:03d}.pt")
-    return str(folder)
+def test_samples_mapped_from_their_files_teach_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, events, _ = run_training(tmp_path / "held")
+    monkeypatch.setattr(memory, "DATASET_SHARE", 0.0)
+    other, mapped_events, finished = run_training(tmp_path / "mapped")
+    assert finished.reason == "completed"
+    assert [step.loss for step in steps(mapped_events)] == [step.loss for step in steps(events)]
+    names = {origin.read_state(folder).dataset for kept in (run, other) for folder in kept.checkpoints.iterdir()}
+    assert len(names) == 1
 
 
 def test_the_schedule_counts_updates_and_the_announced_total_is_the_real_one(tmp_path: Path) -> None:
@@ -626,44 +621,3 @@ def test_what_is_learned_is_what_the_dense_mask_teaches(kind: str, tmp_path: Pat
         training={"learning_rate": 0.01, "epochs": 3, "gradient_accumulation": 2, "warmup_steps": 0, "seed": 7},
     )
     assert [step.loss for step in steps(events)] == pytest.approx(LOSSES_BY_DENSE_MASK[kind], abs=3e-6)
-
-
-@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of what it does itself
-def test_compiled_blocks_train_the_same_under_the_same_names(tmp_path: Path) -> None:
-    """E6. One graph for windowed blocks, one for the others, one for the first, whose input needs no gradient."""
-    import torch._dynamo.utils
-
-    data = {"source": write_samples(tmp_path / "tensors", [(40, 5), (40, 5)])}
-    options = {"epochs": 2, "learning_rate": 0.01, "warmup_steps": 0, "gradient_accumulation": 1}
-    plain_run, plain_events, _ = run_training(tmp_path / "plain", dataset=data, training=options)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = {"compile": True}
-    run, events, finished = run_training(tmp_path / "compiled", dataset=data, training=options, hardware=compiled)
-    assert finished.reason == "completed"
-    assert of_kind(events, Started)[0].compiled
-    assert not of_kind(events, Warning)
-    assert not of_kind(plain_events, Started)[0].compiled
-    assert [step.loss for step in steps(events)] == pytest.approx([step.loss for step in steps(plain_events)], rel=2e-5)
-    (name,) = (folder.name for folder in run.checkpoints.iterdir())
-    assert weights(run, name).keys() == weights(plain_run, name).keys()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_blocks_that_cannot_be_compiled_train_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_by_nothing(block: torch.nn.Module, *arguments: Any, **options: Any) -> None:
-        block._compiled_call_impl = torch.compile(block._call_impl, backend=broken)
-
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no compiler was found")
-
-    plain = run_training(tmp_path / "plain")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_nothing)
-    _, events, finished = run_training(tmp_path / "broken", hardware={"compile": True})
-    (warning,) = of_kind(events, Warning)
-    assert "could not be compiled; training goes on without" in warning.message
-    assert "no compiler was found" in warning.message
-    assert not of_kind(events, Started)[0].compiled
-    assert finished == plain[2]
-    assert [step.loss for step in steps(events)] == [step.loss for step in steps(plain[1])]

@@ -70,3 +70,18 @@ def spoil_gradients(
         return spoil(losses) if is_bad(calls) else losses
 
     monkeypatch.setattr(objective, "sample_losses", sample_losses)
+
+
+def write_samples(folder: Path, shapes: list[tuple[int, int]]) -> str:
+    """A data set of made-up samples with these frames and condition tokens."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    for number, (frames, tokens) in enumerate(shapes):
+        tensors = {
+            "target_latents": torch.randn(frames, 64),
+            "context_latents": torch.randn(frames, 128),
+            "encoder_hidden_states": torch.randn(tokens, 64),
+            "encoder_attention_mask": torch.ones(tokens),
+        }
+        torch.save(tensors, folder / f"{number:03d}.pt")
+    return str(folder)

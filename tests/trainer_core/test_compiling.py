@@ -1,0 +1,51 @@
+"""Blocks really compiled, or a compiler that fails: training is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer_core.training import of_kind, run_training, steps, weights, write_samples
+from trainer_core.events import Started, Warning
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of what it does itself
+def test_compiled_blocks_train_the_same_under_the_same_names(tmp_path: Path) -> None:
+    """E6. One graph for windowed blocks, one for the others, one for the first, whose input needs no gradient."""
+    import torch._dynamo.utils
+
+    data = {"source": write_samples(tmp_path / "tensors", [(40, 5), (40, 5)])}
+    options = {"epochs": 2, "learning_rate": 0.01, "warmup_steps": 0, "gradient_accumulation": 1}
+    plain_run, plain_events, _ = run_training(tmp_path / "plain", dataset=data, training=options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = {"compile": True}
+    run, events, finished = run_training(tmp_path / "compiled", dataset=data, training=options, hardware=compiled)
+    assert finished.reason == "completed"
+    assert of_kind(events, Started)[0].compiled
+    assert not of_kind(events, Warning)
+    assert not of_kind(plain_events, Started)[0].compiled
+    assert [step.loss for step in steps(events)] == pytest.approx([step.loss for step in steps(plain_events)], rel=2e-5)
+    (name,) = (folder.name for folder in run.checkpoints.iterdir())
+    assert weights(run, name).keys() == weights(plain_run, name).keys()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_cannot_be_compiled_train_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_by_nothing(block: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=broken)
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler was found")
+
+    plain = run_training(tmp_path / "plain")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_nothing)
+    _, events, finished = run_training(tmp_path / "broken", hardware={"compile": True})
+    (warning,) = of_kind(events, Warning)
+    assert "could not be compiled; training goes on without" in warning.message
+    assert "no compiler was found" in warning.message
+    assert not of_kind(events, Started)[0].compiled
+    assert finished == plain[2]
+    assert [step.loss for step in steps(events)] == [step.loss for step in steps(plain[1])]
