@@ -17,7 +17,11 @@ def compile_blocks(transformer: AceStepTransformer1DModel, rehearse: Callable[[]
     it fails, the blocks are as before. A batch of another shape that can't be compiled later is computed without.
     """
     import torch._dynamo
+    import torch._functorch.config
 
+    # Backward together with forward: for a later shape its failure, too, is then one of compiling, and no run's end.
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):  # not in every version
+        torch._functorch.config.force_non_lazy_backward_lowering = True
     torch._dynamo.config.suppress_errors = False
     for block in transformer.layers:
         block.compile()

@@ -44,6 +44,8 @@ SAME_INPUT = {
 }
 DATASET_SHARE = 0.25
 """Of the free main memory: what a data set may take of it. A larger one is mapped from its files."""
+GAPS = 1.5
+"""What an allocator that keeps freed memory leaves unused, beside what is in use: 1.3 was seen with glibc's."""
 MARGIN = 0.1
 """Share of the free memory that `choose` leaves alone: for the gaps, and what else the machine does."""
 
@@ -199,6 +201,11 @@ class Plan:
         return self.estimate.to_come <= self.free * (1 - MARGIN)
 
     @property
+    def is_tight(self) -> bool:
+        """Whether GAPS would be too much: memory is spared, then, where that takes time."""
+        return bool(self.recomputed) or self.estimate.to_come * (1 + GAPS) > self.free
+
+    @property
     def shortage(self) -> str:
         """What is wrong where it doesn't fit, and what to do; else nothing."""
         if self.fits:
@@ -317,16 +324,14 @@ def _peak(kept: Sequence[int], again: range, input_bytes: int) -> int:
 def _block_bytes(shape: Shape, is_banded: bool, tokens: int, condition: int, item: int) -> int:
     """What a block keeps besides what its adapter does; banded is its attention where it has a window that counts.
 
-    Each of its three norms keeps its input in fp32, and as it came where that is something else; those of queries and
-    keys as it came. An attention keeps queries, keys and values as it takes them, in a band each key and value for its
-    own block of tokens and both neighbours, and what it gives. The MLP keeps its gate before and after the
-    activation, and what the gate is multiplied with. (`trainer_core.attention`; diffusers' AceStepTransformerBlock.)
+    Each of its norms keeps its input. An attention keeps queries, keys and values as it takes them, in a band each key
+    and value for its own block of tokens and both neighbours, and what it gives. The MLP keeps its gate and what the
+    gate is multiplied with. (`trainer_core.attention`, `lean_blocks`; diffusers' AceStepTransformerBlock.)
     """
-    norm = FP32 if item == FP32 else FP32 + item
     queries = shape.queries * 3 * item
     keys = shape.keys * (7 if is_banded else 3) * item
     return (
-        tokens * (3 * shape.hidden_size * norm + 2 * queries + keys + 3 * shape.intermediate_size * item)
+        tokens * (3 * shape.hidden_size * item + 2 * queries + keys + 2 * shape.intermediate_size * item)
         + condition * shape.keys * 3 * item
     )
 

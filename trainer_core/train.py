@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trainer_core import (
     adapter,
     adapter_files,
+    allocator,
     attention,
     checkpoint,
     compiling,
@@ -37,9 +38,11 @@ from trainer_core import (
     precision,
 )
 from trainer_core.batching import draw_batches, epoch_order, split
+from trainer_core.computed_once import compute_once
 from trainer_core.config import RunConfig
 from trainer_core.events import Epoch, Event, Finished, Phase, Skipped, Started, Step, Validation, Warning
 from trainer_core.fingerprint import fingerprint
+from trainer_core.lean_blocks import use_lean_blocks
 from trainer_core.objective import seed_of
 from trainer_core.origin import TrainingState
 from trainer_core.run_dir import RunDir
@@ -126,7 +129,9 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     longest = max(sample.target_latents.shape[0] for sample in samples)
     with fabric.autocast():
         windowed = attention.fastest(transformer, longest // transformer.config.patch_size, fabric.device)
+        compute_once(transformer, fabric.device)
     attention.use_training_attention(transformer, windowed)
+    use_lean_blocks(transformer)
     module.train()
     assert all(parameter is trained[name] for name, parameter in adapter.trainable(transformer))
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -142,6 +147,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     if plan.shortage:
         warn(plan.shortage)
     gradient_checkpointing.enable(transformer, plan.recomputed)
+    if plan.is_tight and device == "cpu":
+        allocator.give_back_at_once()
 
     step = saved_step = consecutive_skips = epoch = 0
     first_epoch = 1

@@ -49,3 +49,38 @@ def test_blocks_that_cannot_be_compiled_train_without(tmp_path: Path, monkeypatc
     assert not of_kind(events, Started)[0].compiled
     assert finished == plain[2]
     assert [step.loss for step in steps(events)] == [step.loss for step in steps(plain[1])]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_later_shape_that_cannot_be_compiled_backward_is_computed_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+
+    failures = 0
+
+    def backward(graph: Any, inputs: Any) -> Any:
+        nonlocal failures
+        if any(isinstance(value, torch.SymInt) for value in inputs):  # made for any length, when a second one comes
+            failures += 1
+            raise RuntimeError("no compiler for this")
+        return make_boxed_func(graph.forward)
+
+    def forward(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def compile_by_own(block: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend)
+
+    data = {"source": write_samples(tmp_path / "tensors", [(40, 5), (60, 5)])}
+    options = {"epochs": 2, "learning_rate": 0.01, "warmup_steps": 0, "gradient_accumulation": 1}
+    plain = run_training(tmp_path / "plain", dataset=data, training=options)
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_own)
+    _, events, finished = run_training(tmp_path / "run", dataset=data, training=options, hardware={"compile": True})
+    assert failures
+    assert finished == plain[2]
+    assert of_kind(events, Started)[0].compiled
+    assert [step.loss for step in steps(events)] == pytest.approx([step.loss for step in steps(plain[1])], rel=2e-5)

@@ -20,6 +20,7 @@ from trainer_core.attention import banded
 from trainer_core.config import Checkpointing, RunConfig
 from trainer_core.events import Started, Warning
 from trainer_core.frozen_linear import FrozenLinear, use_frozen_layers
+from trainer_core.lean_blocks import use_lean_blocks
 from trainer_core.memory import Samples, Shape
 from trainer_core.sources import SourceError
 
@@ -66,6 +67,7 @@ def measured(shape: Shape, config: RunConfig, number_format: str) -> int:
     """The bytes that a batch takes at its peak, forward and back, beside weights and gradients."""
     transformer = model.build(shape.model_dump()).requires_grad_(False)
     attention.use_training_attention(transformer, banded)
+    use_lean_blocks(transformer)
     if config.model.base_dtype == "bf16":
         weights = transformer.state_dict()
         use_frozen_layers(transformer, "bf16")
@@ -157,6 +159,7 @@ def test_auto_computes_the_fewest_blocks_again_that_fit() -> None:
         chosen = memory.plan(SHAPE, config, SAMPLES, "32-true", "auto", free)
         assert len(chosen.recomputed) == fewest
         assert bool(chosen.shortage) == (not fitting)
+        assert chosen.is_tight == (fewest > 0 or chosen.estimate.to_come * 2.5 > free)
 
 
 def test_a_run_that_does_not_fit_even_so_says_it_with_figures_and_trains(
