@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 from tests.conftest import FIXTURE, make_run
+from tests.trainer_core.host_waits import HostWaits
 from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights, write_samples
 from trainer_core import adapter, checkpoint, dataset, memory, model, objective, optim, origin, precision
 from trainer_core import train as training_loop
@@ -169,6 +171,24 @@ def test_samples_mapped_from_their_files_teach_the_same(tmp_path: Path, monkeypa
     assert [step.loss for step in steps(mapped_events)] == [step.loss for step in steps(events)]
     names = {origin.read_state(folder).dataset for kept in (run, other) for folder in kept.checkpoints.iterdir()}
     assert len(names) == 1
+
+
+def test_the_host_waits_for_the_device_once_a_step(tmp_path: Path) -> None:
+    """A graphics card idles while the host waits for it; what one step has more than another is counted here."""
+    counts: list[int] = []
+
+    def note(run: RunDir, event: Event) -> None:
+        if isinstance(event, Step):
+            counts.append(waits.count)
+
+    with HostWaits() as waits:
+        run_training(tmp_path, note, training={"epochs": 1, "gradient_accumulation": 2, "warmup_steps": 0})
+    assert len(counts) == 3
+    assert [after - before for before, after in pairwise(counts)] == [1, 1]
+    with HostWaits() as waits:
+        tensor = torch.ones(3)
+        _ = tensor[0].item(), float(tensor[1]), bool(tensor[2]), tensor.tolist(), tensor.numpy(), int(tensor[0])
+    assert waits.count == 6
 
 
 def test_the_schedule_counts_updates_and_the_announced_total_is_the_real_one(tmp_path: Path) -> None:
