@@ -12,8 +12,8 @@ from tests.conftest import FIXTURE
 from tests.trainer_core.conftest import EVERYWHERE, KINDS
 from tests.trainer_core.test_model import output
 from trainer_core import adapter, model
-from trainer_core.config import AdapterConfig
-from trainer_core.frozen_linear import FrozenLinear
+from trainer_core.config import AdapterConfig, BaseDtype
+from trainer_core.frozen_linear import FrozenLinear, QuantizedLinear
 
 CHECKPOINT = str(FIXTURE / "checkpoint")
 
@@ -111,3 +111,45 @@ def test_every_kind_of_adapter_learns_on_it_as_on_the_rounded_weights_in_fp32(ki
         assert gradient is not None
         assert wanted is not None
         assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize(("base_dtype", "off", "packed"), [("int8", 0.01, 1.0), ("nf4", 0.12, 0.5)])
+def test_quantised_weights_are_near_what_they_were_and_small(base_dtype: BaseDtype, off: float, packed: float) -> None:
+    """By bitsandbytes on the CPU, as on cuda: how far they are from the weights, and their bytes a number."""
+    torch.manual_seed(0)
+    plain = nn.Linear(128, 96).requires_grad_(False)
+    layer = QuantizedLinear(plain, base_dtype)
+    layer.hold(plain.weight)
+    error = (layer.dense(torch.float32) - plain.weight).norm() / plain.weight.norm()
+    assert 0 < error < off
+    assert layer.packed.nbytes == packed * plain.weight.numel()
+    found = []
+    for computed in (layer, lambda inputs: nn.functional.linear(inputs, layer.dense(torch.float32), plain.bias)):
+        inputs = torch.randn(2, 7, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        outputs = computed(inputs)
+        torch.autograd.backward(outputs.square().sum())
+        found.append((outputs, inputs.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("base_dtype", "off"), [("int8", 0.05), ("nf4", 0.5)])
+def test_a_lora_learns_on_a_quantised_base(base_dtype: BaseDtype, off: float) -> None:
+    loaded = model.load(CHECKPOINT, base_dtype=base_dtype)
+    exact = output(model.load(CHECKPOINT))
+    quantised = [module for module in loaded.transformer.layers.modules() if isinstance(module, QuantizedLinear)]
+    assert len(quantised) == 11 * len(loaded.transformer.layers)
+    assert 0 < (output(loaded) - exact).norm() / exact.norm() < off
+    adapter.inject(loaded.transformer, AdapterConfig(rank=4, targets=EVERYWHERE[:3]))
+    trained = [parameter for _, parameter in adapter.trainable(loaded.transformer)]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = output(loaded, gradients=True).square().mean()
+        losses.append(loss.item())
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.9 * losses[0]
