@@ -1,9 +1,9 @@
 """What each choice about memory and speed costs and spares: seconds of a step, and the trainer's own memory.
 
 The model and a clip of `benchmarks.step_time`, in fp32 on the CPU; each choice is a trainer process of its own, in
-turn. Memory is what was the process's own at its peak, with everything in it, PyTorch's libraries too; what is mapped
-from files is not in it. Compiling is measured over the steps after the graphs are made. Writes README's table. Linux
-only. Run it on a machine that does nothing else with `.venv/bin/python -m benchmarks.choices`.
+turn. Memory is what was the process's own at its peak, with everything in it; what is mapped from files is not in it,
+and so not a base in bf16, as the file has it. Compiling is measured over the steps after the graphs are made. Writes
+README's table. Linux only. Run it on a machine that does nothing else with `.venv/bin/python -m benchmarks.choices`.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import table
-from benchmarks.step_time import make_model, make_samples
+from benchmarks.random_model import write_model
+from benchmarks.step_time import SHAPE, make_samples
 from benchmarks.trainer import OWN, train
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ def main() -> None:
     estimates: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        make_model(home / "model")
+        write_model(home / "model", SHAPE)
         make_samples(home / "data", options.seconds, 1)
         for _ in range(options.turns):
             for name, choice in CHOICES.items():
@@ -78,7 +79,7 @@ def main() -> None:
                 f"{estimates[name] / 1e9:.2f} GB",
             ]
         )
-    head = ["choice", "time of a step (turns)", "memory at most", "of the first", "estimated, without libraries"]
+    head = ["choice", "time of a step (turns)", "memory at most", "of the first", "estimated, base included"]
     table.write("choices", head, rows)
 
 

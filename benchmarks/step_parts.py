@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import table
-from benchmarks.step_time import ALPHA, LEARNING_RATE, RANK, make_model, make_samples
+from benchmarks.random_model import write_model
+from benchmarks.step_time import ALPHA, LEARNING_RATE, RANK, SHAPE, make_samples
 from tests.trainer_core.host_waits import HostWaits
 from trainer_core.batching import draw_batches
 from trainer_core.config import RunConfig
@@ -83,11 +84,11 @@ class Run:
         self.writing += time.perf_counter() - began
         if isinstance(event, Step) and event.step == 1:
             self.drawing = self.writing = 0.0
-            self._began = time.perf_counter()
             self._watch.__enter__()
+            self._began = time.perf_counter()
         elif isinstance(event, Step) and event.step == STEPS:
-            self._watch.__exit__(None, None, None)
             self.seconds = time.perf_counter() - self._began
+            self._watch.__exit__(None, None, None)
 
 
 def measure(home: Path, seconds: int) -> list[str]:
@@ -133,7 +134,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        make_model(home / "model")
+        write_model(home / "model", SHAPE)
         for seconds in options.seconds:
             make_samples(home / f"data-{seconds}", seconds, STEPS)
         table.write("step parts", head, [measure(home, seconds) for seconds in options.seconds])

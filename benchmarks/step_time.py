@@ -1,9 +1,9 @@
 """A step of the trainer beside the barest loop that learns the same, for clips of several lengths.
 
 Both train the same LoRA on the same made-up model and samples in fp32 on the CPU, without gradient checkpointing,
-each in a process of its own, in turn, so that what else the machine does falls on both alike. The trainer is the real
-process as a server starts it, with its guard, its look at the stop file and its events on disk; the barest loop is
-diffusers' model and PEFT's layers as they are. Writes README's table. Run it on a machine that does nothing else with
+each in a process of its own, in turn. The trainer is the real process as a server starts it, with its large pages, its
+guard, its look at the stop file and its events on disk; the barest loop is diffusers' model and PEFT's layers as they
+are. Writes README's table. Run it on a machine that does nothing else with
 `.venv/bin/python -m benchmarks.step_time`.
 """
 
@@ -16,6 +16,7 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AceStepTransformer1DModel
@@ -23,45 +24,42 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks import table
+from benchmarks.random_model import write_model
 from benchmarks.trainer import train
 from trainer_core.events import Step
 
-WIDTH, LAYERS, TOKENS = 512, 8, 64
+WIDTH, TOKENS = 512, 64
+SHAPE: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 3 * WIDTH,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""The original's proportions."""
 LEARNING_RATE, RANK, ALPHA = 1e-4, 16, 32
 # Seconds of a clip: turns of each, and steps a turn, the first of which is not counted.
 LENGTHS = {60: (5, 5), 240: (3, 2), 600: (2, 2)}
 
 
-def make_model(folder: Path) -> None:
-    """A model of random weights in the original's proportions, as a diffusers transformer folder."""
-    torch.manual_seed(0)
-    AceStepTransformer1DModel(
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-    ).save_pretrained(folder)
-
-
-def make_samples(folder: Path, seconds: int, count: int) -> None:
-    """Tensor files of made-up samples of one length."""
+def make_samples(folder: Path, seconds: int, count: int, tokens: int = TOKENS, width: int = WIDTH) -> None:
+    """Tensor files of made-up samples of one length, their conditions `tokens` long and `width` wide."""
     folder.mkdir()
     frames = seconds * 25
     for number in range(count):
         tensors = {
             "target_latents": torch.randn(frames, 64),
             "context_latents": torch.randn(frames, 128),
-            "encoder_hidden_states": torch.randn(TOKENS, WIDTH),
-            "encoder_attention_mask": torch.ones(TOKENS),
+            "encoder_hidden_states": torch.randn(tokens, width),
+            "encoder_attention_mask": torch.ones(tokens),
         }
         torch.save(tensors, folder / f"{number}.pt")
 
 
 def run_bare(model: Path, data: Path) -> None:
     """The barest loop: one pass over the samples, one sample an update. Prints the seconds of each."""
-    transformer = AceStepTransformer1DModel.from_pretrained(model).train()
+    transformer = AceStepTransformer1DModel.from_pretrained(model, torch_dtype=torch.float32).train()
     transformer.requires_grad_(False)
     adapted = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
     inject_adapter_in_model(adapted, transformer)
@@ -131,7 +129,7 @@ def compare() -> None:
     firsts: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        make_model(home / "model")
+        write_model(home / "model", SHAPE)
         for seconds, (turns, steps) in LENGTHS.items():
             data = home / f"data-{seconds}"
             make_samples(data, seconds, steps)
@@ -140,7 +138,7 @@ def compare() -> None:
             ratios: list[float] = []
             idles: list[float] = []
             for turn in range(turns):
-                if turn % 2:  # each goes first half of the time
+                if turn % 2:  # each goes first in its turn
                     (of_trainer, idle), of_bare = time_trainer(home, data), time_bare(home, data)
                 else:
                     of_bare, (of_trainer, idle) = time_bare(home, data), time_trainer(home, data)

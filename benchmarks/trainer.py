@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Trained:
     seconds: float
     """From the start of the process to its end."""
     events: list[dict[str, Any]]
-    most: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int]
     """Bytes at most, looked at every few milliseconds: OWN, and MAPPED from files, which the system may drop."""
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:

@@ -12,9 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
-
 from benchmarks.random_model import XL, write_model
+from benchmarks.step_time import make_samples
 from benchmarks.trainer import MAPPED, OWN, train
 
 
@@ -31,15 +30,7 @@ def main() -> None:
             parser.error(f"{home} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} are needed. Set TMPDIR.")
         size = write_model(home / "model", XL | {"num_hidden_layers": options.layers})
         print(f"{size / 2e6:.0f} million weights, {size / 1e9:.1f} GB in bf16", flush=True)
-        frames = 25 * options.seconds
-        (home / "data").mkdir()
-        sample = {
-            "target_latents": torch.randn(frames, 64),
-            "context_latents": torch.randn(frames, 128),
-            "encoder_hidden_states": torch.randn(256, XL["encoder_hidden_size"]),
-            "encoder_attention_mask": torch.ones(256),
-        }
-        torch.save(sample, home / "data" / "sample.pt")
+        make_samples(home / "data", options.seconds, 1, tokens=256, width=XL["encoder_hidden_size"])
         settings = {
             "model": {"source": str(home / "model"), "base_dtype": "bf16"},
             "dataset": {"source": str(home / "data")},

@@ -14,7 +14,8 @@ def compile_blocks(transformer: AceStepTransformer1DModel, rehearse: Callable[[]
     """Compile every block in place, under its own names; what went wrong, or nothing.
 
     `rehearse` computes a batch forward and backward, by which the graphs are made before training counts on them. If
-    it fails, the blocks are as before. A batch of another shape that can't be compiled later is computed without.
+    it fails, the blocks are as before. A batch of another shape that can't be compiled later is computed without; in
+    versions of PyTorch that compile backward only when it is needed, one that can't be compiled backward ends the run.
     """
     import torch._dynamo
     import torch._functorch.config

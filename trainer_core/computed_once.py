@@ -17,6 +17,9 @@ TABLES_KEPT = 8
 class ConstantTime(nn.Module):
     """An embedding of the time 0, in place of the layers that make it."""
 
+    embedded: Tensor
+    projected: Tensor
+
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
         super().__init__()
         with torch.no_grad():
@@ -26,8 +29,7 @@ class ConstantTime(nn.Module):
 
     def forward(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """The embedding [1, width] and its projection [1, 6, width], whatever the batch of `time`."""
-        embedded, projected = self.get_buffer("embedded"), self.get_buffer("projected")
-        return embedded, projected
+        return self.embedded, self.projected
 
 
 def compute_once(transformer: AceStepTransformer1DModel, device: torch.device) -> None:

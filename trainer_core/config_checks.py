@@ -19,13 +19,8 @@ from trainer_core.matching import mismatch
 from trainer_core.roots import ANYWHERE, Roots
 
 # Choices that need a package of their own, and the version they need.
-OPTIONAL_PACKAGES = {
-    "prodigy": ("prodigyopt", (1, 1)),
-    "adamw8bit": ("bitsandbytes", (0, 45)),
-    "int8": ("bitsandbytes", (0, 45)),
-    "nf4": ("bitsandbytes", (0, 45)),
-}
 ON_CUDA = ("adamw8bit", *QUANTIZED)
+OPTIONAL_PACKAGES = {"prodigy": ("prodigyopt", (1, 1)), **dict.fromkeys(ON_CUDA, ("bitsandbytes", (0, 45)))}
 
 PATH_FIELDS = {
     "model.source": sources.absolute_model,

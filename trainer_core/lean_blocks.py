@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import silu
 
-from trainer_core.rotary import normalize_and_rotate
+from trainer_core.rms_norm import rms_norm
 
 
 class LeanNorm(RMSNorm):  # type: ignore[misc]
@@ -22,7 +22,7 @@ class LeanNorm(RMSNorm):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., width], normalised, in fp32."""
-        return normalize_and_rotate(hidden_states, self.weight, self.eps, None)
+        return rms_norm(hidden_states, self.weight, self.eps)
 
 
 class LeanMLP(AceStepMLP):  # type: ignore[misc]

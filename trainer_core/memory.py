@@ -183,6 +183,8 @@ class Plan:
     estimate: Estimate
     free: int
     """The bytes there were for what is still to come."""
+    has_large_base: bool
+    """Whether the base weights are in fp32."""
 
     @property
     def recomputed(self) -> range:
@@ -202,7 +204,7 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether GAPS would be too much: memory is spared, then, where that takes time."""
+        """Whether memory is to be spared though it takes time: blocks are computed again, or GAPS would not fit."""
         return bool(self.recomputed) or self.estimate.to_come * (1 + GAPS) > self.free
 
     @property
@@ -214,7 +216,7 @@ class Plan:
         return (
             f"With gradient checkpointing {self.description} this run takes about {_in_words(self.estimate.to_come)} "
             f"more, and {_in_words(self.free)} are free: it may run out of memory. Try {more}shorter samples, a "
-            "smaller batch, a lower rank, or base weights in bf16."
+            f"smaller batch{', a lower rank, or base weights in bf16' if self.has_large_base else ', or a lower rank'}."
         )
 
 
@@ -225,7 +227,11 @@ def plan(shape: Shape, config: RunConfig, samples: Samples, precision: str, aske
     """
     layers = shape.num_hidden_layers
     choices: list[Checkpointing] = ["off", *range(layers, 1, -1), "full"] if asked == "auto" else [asked]
-    plans = [Plan(choice, layers, estimate(shape, config, samples, precision, choice), free) for choice in choices]
+    has_large_base = BASE_BYTES[config.model.base_dtype] == FP32
+    plans = [
+        Plan(choice, layers, estimate(shape, config, samples, precision, choice), free, has_large_base)
+        for choice in choices
+    ]
     return next((plan for plan in plans if plan.fits), plans[-1])
 
 

@@ -18,6 +18,10 @@ from trainer_core.sources import DEMO, SourceError, find_tensors
 
 DEMO_SAMPLES = Samples(frames=500, condition_tokens=20, bytes=2_120_000)
 """What `demo.samples` makes, for which it needs torch."""
+KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
+    ("collections", "OrderedDict"): OrderedDict,
+}
 MAX_PICKLE_BYTES = 1 << 20
 """It holds names, shapes and some text."""
 
@@ -52,15 +56,11 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 class _ShapeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Of what a file of tensors names, the shape of a tensor, an empty dictionary and the names of dtypes."""
-        known: dict[tuple[str, str], Callable[..., Any]] = {
-            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
-            ("collections", "OrderedDict"): OrderedDict,
-        }
         if module == "torch" and name.endswith("Storage"):
             return name
-        if (module, name) not in known:
+        if (module, name) not in KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
-        return known[module, name]
+        return KNOWN[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         """Nothing: the numbers of a tensor are not read."""

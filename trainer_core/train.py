@@ -204,6 +204,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 f"The run was on {resumed.device} with {resumed.precision} and continues on {device} with "
                 f"{number_format}: rightly, but not bit for bit as it would have there."
             )
+        if (before := resumed.config.model.base_dtype) != config.model.base_dtype:
+            warn(f"The run had base weights in {before} and continues with them in {config.model.base_dtype}.")
     scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
 
     def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:

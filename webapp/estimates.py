@@ -29,15 +29,15 @@ async def estimate(request: Request) -> Response:
 
 
 def _estimate(config: RunConfig) -> dict[str, Any]:
-    """The answer. Raises ConfigError for a model or data set whose size can't be read, a 422 for one not there yet."""
+    """The answer. Raises ConfigError for a model whose size can't be read, a 422 for one not there yet or samples."""
     try:
         shape = memory.read_shape(sources.read_json(_model_config(config.model.source)))
     except sources.SourceError as error:
         raise ConfigError({"model.source": str(error)}) from error
     try:
         samples = sample_shapes.measure(config.dataset.source)
-    except sources.SourceError as error:
-        raise ConfigError({"dataset.source": str(error)}) from error
+    except sources.SourceError as error:  # the folder is there; it may train even so, as files of old PyTorch do
+        raise HTTPException(422, str(error)) from error
     asked = config.training.gradient_checkpointing
     precision = config.hardware.precision
     if precision == "auto":  # as the trainer chooses; without torch a card that `auto` would find isn't known

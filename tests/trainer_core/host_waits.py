@@ -1,4 +1,4 @@
-"""How often the host waits for what the device computes, counted on any device."""
+"""How often the host asks for numbers that the device computes, for which it has to wait; counted on the CPU too."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,8 +27,10 @@ class HostWaits:
     def __enter__(self) -> "HostWaits":
         def draw_uncounted(*arguments: Any) -> Iterator[Any]:
             self._is_drawing = True
-            batches = list(draw_batches(*arguments))
-            self._is_drawing = False
+            try:
+                batches = list(draw_batches(*arguments))
+            finally:
+                self._is_drawing = False
             yield from batches
 
         self._stack.enter_context(mock.patch("trainer_core.train.draw_batches", draw_uncounted))

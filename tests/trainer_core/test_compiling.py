@@ -1,5 +1,6 @@
 """Blocks really compiled, or a compiler that fails: training is the same."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,20 @@ import torch
 
 from tests.trainer_core.training import of_kind, run_training, steps, weights, write_samples
 from trainer_core.events import Started, Warning
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    """PyTorch's compiler without graphs of before, and afterwards as it was."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    torch._dynamo.reset()
+    lazy = torch._functorch.config.force_non_lazy_backward_lowering
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield
+    torch._functorch.config.force_non_lazy_backward_lowering = lazy
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of what it does itself

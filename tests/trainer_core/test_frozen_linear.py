@@ -113,9 +113,15 @@ def test_every_kind_of_adapter_learns_on_it_as_on_the_rounded_weights_in_fp32(ki
         assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
 
 
+def bitsandbytes() -> None:
+    """Not installed with what tests need: PEFT imports it in every trainer, which takes each a second more."""
+    pytest.importorskip("bitsandbytes")
+
+
 @pytest.mark.parametrize(("base_dtype", "off", "packed"), [("int8", 0.01, 1.0), ("nf4", 0.12, 0.5)])
 def test_quantised_weights_are_near_what_they_were_and_small(base_dtype: BaseDtype, off: float, packed: float) -> None:
     """By bitsandbytes on the CPU, as on cuda: how far they are from the weights, and their bytes a number."""
+    bitsandbytes()
     torch.manual_seed(0)
     plain = nn.Linear(128, 96).requires_grad_(False)
     layer = QuantizedLinear(plain, base_dtype)
@@ -137,6 +143,7 @@ def test_quantised_weights_are_near_what_they_were_and_small(base_dtype: BaseDty
 
 @pytest.mark.parametrize(("base_dtype", "off"), [("int8", 0.05), ("nf4", 0.5)])
 def test_a_lora_learns_on_a_quantised_base(base_dtype: BaseDtype, off: float) -> None:
+    bitsandbytes()
     loaded = model.load(CHECKPOINT, base_dtype=base_dtype)
     exact = output(model.load(CHECKPOINT))
     quantised = [module for module in loaded.transformer.layers.modules() if isinstance(module, QuantizedLinear)]

@@ -167,7 +167,7 @@ def test_a_run_that_does_not_fit_even_so_says_it_with_figures_and_trains(
 ) -> None:
     monkeypatch.setattr(precision, "free_bytes", lambda device: 10_000_000)
     training = {"epochs": 1, "batch_size": 4, "warmup_steps": 0}
-    _, events, finished = run_training(tmp_path, training=training)
+    _, events, _ = run_training(tmp_path, training=training)
     assert of_kind(events, Started)[0].gradient_checkpointing == "off"
     assert not of_kind(events, Warning)
     monkeypatch.setattr(precision, "free_bytes", lambda device: 1_000_000)

@@ -440,8 +440,15 @@ def test_going_on_in_another_precision_is_allowed_and_said(copy: Path, tmp_path:
     options = settings(resume_from=str(copy), hardware={"precision": "bf16-mixed"})
     _, events, finished = run_training(tmp_path, **options)
     assert finished.reason == "completed"
-    warning = of_kind(events, Warning)[-1]  # after one of slow bf16, on most processors
+    (warning,) = (event for event in of_kind(events, Warning) if "continues" in event.message)
     assert warning.message.startswith("The run was on cpu with 32-true and continues on cpu with bf16-mixed")
+
+
+def test_going_on_with_the_base_held_otherwise_is_allowed_and_said(copy: Path, tmp_path: Path) -> None:
+    _, events, finished = run_training(tmp_path, **settings(resume_from=str(copy), model={"base_dtype": "bf16"}))
+    assert finished.reason == "completed"
+    (warning,) = of_kind(events, Warning)
+    assert warning.message == "The run had base weights in auto and continues with them in bf16."
 
 
 def test_the_fp16_scale_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The queries and keys of ACE-Step's attention, normalised and turned, in a third of the usual passes over memory."""
+"""RMS norms with a frozen weight, of queries and keys also turned, in a third of the usual passes over memory."""
 
 from typing import Any, cast
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def normalize_and_rotate(heads: Tensor, weight: Tensor, eps: float, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """RMS-normalise heads [B, N, H, D] and turn them by the cosines and sines of their positions, `rotary` [N, D] each.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """x [..., D], normalised, in fp32 whatever it is in; the frozen `weight` [D] gets no gradient.
 
-    In fp32 whatever the heads are in. The frozen `weight` [D] gets no gradient.
+    With `rotary`, the cosines and sines of their positions, [N, D] each, heads [B, N, H, D] are also turned.
     """
     assert not weight.requires_grad
     cosine, sine = (None, None) if rotary is None else rotary
-    return cast(Tensor, NormalizeAndRotate.apply(heads, weight, eps, cosine, sine))  # type: ignore[no-untyped-call]
+    return cast(Tensor, RMSNormAndRotation.apply(x, weight, eps, cosine, sine))  # type: ignore[no-untyped-call]
 
 
-class NormalizeAndRotate(Function):
+class RMSNormAndRotation(Function):
     """y = R (w * x * r), with x a head, r = 1 / sqrt(mean(x^2) + eps), w the weight and R the rotation.
 
     The gradient of x is r h - x r^3 mean(h x), where h = w * R^T (the gradient of y).
