@@ -244,8 +244,8 @@ class TrainingConfig(Section):
         "auto",
         title="Gradient checkpointing",
         description="Compute blocks again on the way back instead of keeping what they computed: less memory, the same "
-        "gradients. full is all blocks, for about a third more time; a number k every k-th; auto as few as the memory "
-        "allows.",
+        "gradients. full is all blocks and the least memory, for a third more time, on a CPU up to two thirds; a "
+        "number k every k-th; auto as few as the memory allows.",
     )
     timestep_sampling: Literal["auto", "logit_normal", "turbo_steps"] = Field(
         "auto",
@@ -298,7 +298,8 @@ class HardwareConfig(Section):
         False,
         title="Compile",
         description="Compile the model's blocks by torch.compile before the first step, which takes a minute or more: "
-        "the same training in shorter steps. Where it can't be done the run goes on without.",
+        "the same training. On two CPU cores steps of a 60-second clip took a tenth less, those of 240 seconds as "
+        "long, with a quarter less memory. Where it can't be done the run goes on without.",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from trainer_core import demo, memory, sources
+from trainer_core import demo, free_memory, sources
 from trainer_core.memory import Samples
 from trainer_core.model import Variant
 from trainer_core.sources import DEMO, SourceError
@@ -60,7 +60,7 @@ def load(source: str) -> list[Sample]:
     if source == DEMO:
         return [to_sample(name, tensors) for name, tensors in demo.samples()]
     paths = sources.find_tensors(Path(source))
-    is_held = memory.holds(sum(path.stat().st_size for path in paths))
+    is_held = free_memory.holds(sum(path.stat().st_size for path in paths))
     loaded, problems = [], []
     for path in paths:
         try:

@@ -10,20 +10,14 @@ them with what a real step allocates.
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
-
-import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer_core.adapter_parts import parts_for
 from trainer_core.config import AdapterConfig, Checkpointing, RunConfig
+from trainer_core.model_shape import Shape, products
 from trainer_core.naming import is_meant
-from trainer_core.sources import SourceError
 
 FP32, HALF = 4, 2
 """Bytes of a number."""
@@ -32,8 +26,6 @@ BASE_BYTES = {"auto": FP32, "fp32": FP32, "bf16": HALF, "int8": 1, "nf4": 0.5}
 OPTIMIZER_BYTES = {"adamw": 8, "adafactor": 0, "prodigy": 16, "adamw8bit": 2}
 """Of state for each trained parameter: two moments; sums of rows and columns alone; two moments, the first weights and
 a sum; two moments in 8 bits."""
-TIME_CHANNELS = 256
-"""Of a time's sinusoids."""
 # Layers of a block by where their input comes from.
 FED_BY_CONDITION = ("cross_attn.to_k", "cross_attn.to_v")
 FED_BY_KEPT = (*FED_BY_CONDITION, "self_attn.to_out.0", "cross_attn.to_out.0")
@@ -42,81 +34,11 @@ SAME_INPUT = {
     "self_attn.to_v": "self_attn.to_q",
     "mlp.up_proj": "mlp.gate_proj",
 }
-DATASET_SHARE = 0.25
-"""Of the free main memory: what a data set may take of it. A larger one is mapped from its files."""
 GAPS = 1.5
-"""What an allocator that keeps freed memory leaves unused, beside what is in use: 1.3 was seen with glibc's."""
+"""What an allocator that keeps freed memory may leave unused, beside what is in use: 1.3 was seen with glibc's where
+nothing is computed again."""
 MARGIN = 0.1
-"""Share of the free memory that `choose` leaves alone: for the gaps, and what else the machine does."""
-
-
-class Shape(BaseModel):
-    """What a model's config.json says of its size. Defaults are those of diffusers' `AceStepTransformer1DModel`."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    hidden_size: int = Field(2048, ge=1, le=1 << 20)
-    intermediate_size: int = Field(6144, ge=1, le=1 << 20)
-    num_hidden_layers: int = Field(24, ge=1, le=512)
-    num_attention_heads: int = Field(16, ge=1, le=1 << 16)
-    num_key_value_heads: int = Field(8, ge=1, le=1 << 16)
-    head_dim: int = Field(128, ge=1, le=1 << 16)
-    in_channels: int = Field(192, ge=1, le=1 << 16)
-    audio_acoustic_hidden_dim: int = Field(64, ge=1, le=1 << 16)
-    patch_size: int = Field(2, ge=1, le=1 << 16)
-    encoder_hidden_size: int | None = Field(None, ge=1, le=1 << 20)
-    sliding_window: int = Field(128, ge=1, le=1 << 20)
-    layer_types: tuple[str, ...] | None = None
-
-    @property
-    def queries(self) -> int:
-        """How wide the queries of a token are, all heads together."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """How wide its keys are, and its values."""
-        return self.num_key_value_heads * self.head_dim
-
-    def has_window(self, number: int) -> bool:
-        """Whether block `number` sees no further than a window; where nothing is said, every other does."""
-        kinds = self.layer_types or ()
-        return kinds[number] == "sliding_attention" if number < len(kinds) else number % 2 == 0
-
-    @property
-    def block(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linear layers of a block, by diffusers' names."""
-        h, i, q, k = self.hidden_size, self.intermediate_size, self.queries, self.keys
-        attention = {"to_q": (q, h), "to_k": (k, h), "to_v": (k, h), "to_out.0": (h, q)}
-        return {
-            **{f"{kind}.{name}": sides for kind in ("self_attn", "cross_attn") for name, sides in attention.items()},
-            **{"mlp.gate_proj": (i, h), "mlp.up_proj": (i, h), "mlp.down_proj": (h, i)},
-        }
-
-    @property
-    def outside(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linear layers outside of the blocks."""
-        h = self.hidden_size
-        embed = {"linear_1": (h, TIME_CHANNELS), "linear_2": (h, h), "time_proj": (6 * h, h)}
-        return {
-            **{f"{kind}.{name}": sides for kind in ("time_embed", "time_embed_r") for name, sides in embed.items()},
-            "condition_embedder": (h, self.encoder_hidden_size or h),
-        }
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole transformer, but for the few of norms and biases."""
-        patches = (self.in_channels + self.audio_acoustic_hidden_dim) * self.hidden_size * self.patch_size
-        return _products(self.outside) + patches + self.num_hidden_layers * _products(self.block)
-
-
-def read_shape(config: Mapping[str, Any]) -> Shape:
-    """The shape that a model's config describes. Raises SourceError for numbers no model has."""
-    try:
-        return Shape.model_validate(config)
-    except ValidationError as error:
-        places = ", ".join(str(problem["loc"][0]) for problem in error.errors())
-        raise SourceError(f"The model's config.json has no sound {places}. Download the model again.") from error
+"""Share of the free memory that a run which fits leaves alone: for the gaps, and what else the machine does."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +126,8 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether memory is to be spared though it takes time: blocks are computed again, or GAPS would not fit."""
-        return bool(self.recomputed) or self.estimate.to_come * (1 + GAPS) > self.free
+        """Whether memory is to be spared though it takes time: as `full` asks for, or since GAPS would not fit."""
+        return self.checkpointing == "full" or self.estimate.to_come * (1 + GAPS) > self.free
 
     @property
     def shortage(self) -> str:
@@ -239,26 +161,6 @@ def _in_words(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def holds(dataset_bytes: int) -> bool:
-    """Whether a data set of this size is held in memory, by DATASET_SHARE; if not it stays in its files."""
-    return dataset_bytes <= free_bytes() * DATASET_SHARE
-
-
-def free_bytes() -> int:
-    """What this machine's main memory can still take, or what the control group that Descant runs in lets it."""
-    return min(psutil.virtual_memory().available, free_in_group(Path("/sys/fs/cgroup")))
-
-
-def free_in_group(group: Path) -> int:
-    """The rest of a control group's limit (cgroup v2, as containers have it); without a limit without end."""
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return limit - used + int(stat["inactive_file"])  # which the system gives back when it is needed
-    except (OSError, ValueError, KeyError):
-        return sys.maxsize
-
-
 def estimate(
     shape: Shape, config: RunConfig, samples: Samples, precision: str, checkpointing: Checkpointing
 ) -> Estimate:
@@ -267,7 +169,7 @@ def estimate(
     A batch is taken to be of the longest sample.
     """
     item = FP32 if precision == "32-true" else HALF
-    in_blocks = shape.num_hidden_layers * _products(shape.block)
+    in_blocks = shape.num_hidden_layers * products(shape.block)
     outside_item = FP32 if BASE_BYTES[config.model.base_dtype] == FP32 else HALF
     batch = config.training.batch_size
     tokens = batch * -(-samples.frames // shape.patch_size)
@@ -278,7 +180,7 @@ def estimate(
     trained = sum(math.prod(part) for sides in adapted.values() for part in parts_for(sides, settings).values())
 
     # Autocast copies each weight, and the copy is kept for the way back.
-    copies = _products(shape.block) * item if outside_item > item else 0
+    copies = products(shape.block) * item if outside_item > item else 0
     kept = [
         copies
         + _block_bytes(
@@ -309,10 +211,6 @@ def _adapted(shape: Shape, targets: tuple[str, ...]) -> dict[str, tuple[int, int
     numbers = range(shape.num_hidden_layers)
     inside = {f"layers.{number}.{name}": sides for number in numbers for name, sides in shape.block.items()}
     return {name: sides for name, sides in (inside | shape.outside).items() if is_meant(targets, name)}
-
-
-def _products(sides: Mapping[str, tuple[int, int]]) -> int:
-    return sum(out * inputs for out, inputs in sides.values())
 
 
 def _peak(kept: Sequence[int], again: range, input_bytes: int) -> int:

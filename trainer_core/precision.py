@@ -13,7 +13,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from trainer_core import memory
+from trainer_core import free_memory
 from trainer_core.config import QUANTIZED, AdapterConfig, Checkpointing, HardwareConfig
 
 Device = Literal["cuda", "mps", "xpu", "cpu"]
@@ -175,4 +175,4 @@ def free_bytes(device: torch.device) -> int:
         return int(torch.xpu.mem_get_info(device)[0]) + unused
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    return memory.free_bytes()
+    return free_memory.free_bytes()

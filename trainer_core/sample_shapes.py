@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_core.memory import Samples, holds
+from trainer_core.free_memory import holds
+from trainer_core.memory import Samples
 from trainer_core.sources import DEMO, SourceError, find_tensors
 
 DEMO_SAMPLES = Samples(frames=500, condition_tokens=20, bytes=2_120_000)

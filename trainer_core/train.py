@@ -32,6 +32,7 @@ from trainer_core import (
     gradient_checkpointing,
     memory,
     model,
+    model_shape,
     objective,
     optim,
     origin,
@@ -137,7 +138,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     plan = memory.plan(  # of what is free now that the model is where it is computed
-        memory.read_shape(transformer.config),
+        model_shape.read_shape(transformer.config),
         config,
         dataset.sizes([*samples, *held_out]),
         number_format,

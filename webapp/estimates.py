@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from trainer_core import memory, sample_shapes, sources
+from trainer_core import free_memory, memory, model_shape, sample_shapes, sources
 from trainer_core.config import Checkpointing, RunConfig, fields
 from trainer_core.config_checks import ConfigError, validate
 from webapp import runs
@@ -31,7 +31,7 @@ async def estimate(request: Request) -> Response:
 def _estimate(config: RunConfig) -> dict[str, Any]:
     """The answer. Raises ConfigError for a model whose size can't be read, a 422 for one not there yet or samples."""
     try:
-        shape = memory.read_shape(sources.read_json(_model_config(config.model.source)))
+        shape = model_shape.read_shape(sources.read_json(_model_config(config.model.source)))
     except sources.SourceError as error:
         raise ConfigError({"model.source": str(error)}) from error
     try:
@@ -51,7 +51,7 @@ def _estimate(config: RunConfig) -> dict[str, Any]:
         "parts": own.parts,
         "totals": {str(choice): estimate.total for choice, estimate in estimates.items()},
         "precision": precision,
-        "free": None if config.hardware.device in ("cuda", "xpu") else memory.free_bytes(),
+        "free": None if config.hardware.device in ("cuda", "xpu") else free_memory.free_bytes(),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import FIXTURE
-from trainer_core import dataset, demo, memory, sample_shapes
+from trainer_core import dataset, demo, free_memory, sample_shapes
 from trainer_core.sources import SourceError
 
 
@@ -177,7 +177,7 @@ def test_a_data_set_beyond_its_share_of_memory_stays_in_its_files(
         save(tmp_path, f"{number}.pt", encoder_attention_mask=torch.tensor([1, 1, 1, 0, 0]))
     torch.save(good(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     held = dataset.load(str(tmp_path))
-    monkeypatch.setattr(memory, "DATASET_SHARE", 0.0)
+    monkeypatch.setattr(free_memory, "DATASET_SHARE", 0.0)
     mapped = dataset.load(str(tmp_path))
     assert [sample.is_mapped for sample in held] == [False] * 4
     assert [sample.is_mapped for sample in mapped] == [True] * 3 + [False]

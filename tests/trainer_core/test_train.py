@@ -17,7 +17,18 @@ from torch import Generator, Tensor
 from tests.conftest import FIXTURE, make_run
 from tests.trainer_core.host_waits import HostWaits
 from tests.trainer_core.training import of_kind, run_training, spoil_gradients, steps, stop_at, weights, write_samples
-from trainer_core import adapter, attention, checkpoint, dataset, memory, model, objective, optim, origin, precision
+from trainer_core import (
+    adapter,
+    attention,
+    checkpoint,
+    dataset,
+    free_memory,
+    model,
+    objective,
+    optim,
+    origin,
+    precision,
+)
 from trainer_core import train as training_loop
 from trainer_core.batching import draw_batches, epoch_order
 from trainer_core.config import TrainingConfig
@@ -167,7 +178,7 @@ def test_a_constant_loss_reads_the_same_whatever_the_accumulation(
 
 def test_samples_mapped_from_their_files_teach_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, events, _ = run_training(tmp_path / "held")
-    monkeypatch.setattr(memory, "DATASET_SHARE", 0.0)
+    monkeypatch.setattr(free_memory, "DATASET_SHARE", 0.0)
     other, mapped_events, finished = run_training(tmp_path / "mapped")
     assert finished.reason == "completed"
     assert [step.loss for step in steps(mapped_events)] == [step.loss for step in steps(events)]
