@@ -121,8 +121,8 @@ def flex_mask(length: int, window: int, device: torch.device) -> Any:
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """Attention of query [B, N, H, D] to key and value [B, M, G, D], each of which serves H / G heads."""
     shared = query.shape[2] // key.shape[2]
-    if mask is not None and query.device.type == "cuda":
-        # CUDA's one fused kernel that takes a mask wants a key for each head; the others keep every score.
+    if query.device.type == "cuda" and (mask is not None or computing_dtype(query) == torch.float32):
+        # CUDA's one fused kernel that takes a mask, or fp32, wants a key for each head; the others keep every score.
         key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
         shared = 1
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

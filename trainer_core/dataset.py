@@ -14,12 +14,11 @@ from torch import Tensor
 from trainer_core import demo, free_memory, sources
 from trainer_core.memory import Samples
 from trainer_core.model import Variant
+from trainer_core.sample_shapes import MAX_SAMPLE_BYTES
 from trainer_core.sources import DEMO, SourceError
 
 LATENT_CHANNELS = 64
 CONTEXT_CHANNELS = 128
-MAX_SAMPLE_BYTES = 256 << 20
-"""Of a file and of each tensor in it: an hour of music takes some 70 MB in fp32, a long condition some 20."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 
 from trainer_core.sources import SourceError, shorten
 
@@ -69,7 +70,12 @@ def module_names(target: str) -> tuple[str, ...]:
 
 def is_meant(targets: Iterable[str], name: str) -> bool:
     """Whether one of `targets` means the module that diffusers calls `name`."""
-    return any(f".{name}".endswith(f".{end}") for target in targets for end in module_names(target))
+    return f".{name}".endswith(_ends(tuple(targets)))
+
+
+@lru_cache(maxsize=64)  # asked for each of a model's thousands of layers
+def _ends(targets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple({f".{end}" for target in targets for end in module_names(target)})
 
 
 def check_targets(targets: Collection[str], modules: Collection[str], linear: Collection[str]) -> None:

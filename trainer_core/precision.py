@@ -172,7 +172,10 @@ def free_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type == "xpu":
         unused = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
-        return int(torch.xpu.mem_get_info(device)[0]) + unused
+        try:
+            return int(torch.xpu.mem_get_info(device)[0]) + unused
+        except RuntimeError:  # some drivers can't tell what others use of the card
+            return int(torch.xpu.get_device_properties(device).total_memory) - torch.xpu.memory_allocated(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     return free_memory.free_bytes()

@@ -206,7 +206,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
                 f"{number_format}: rightly, but not bit for bit as it would have there."
             )
         if (before := resumed.config.model.base_dtype) != config.model.base_dtype:
-            warn(f"The run had base weights in {before} and continues with them in {config.model.base_dtype}.")
+            held, hold = (kind.replace("auto", "fp32") for kind in (before, config.model.base_dtype))
+            warn(f"The run had base weights in {held} and continues with them in {hold}.")
     scheduler = optim.make_scheduler(optimizer, training, warmup_steps, total_steps, done=step)
 
     def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -460,9 +461,8 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
 
     # Finish
     here = f" This run made steps {resumed.step + 1} to {step}." if resumed else ""
-    return finish(
-        "completed", f"Trained {step} steps in {epoch} epoch{'s' if epoch > 1 else ''} on {len(samples)} samples.{here}"
-    )
+    counts = " in ".join(f"{n} {unit}{'s' if n > 1 else ''}" for n, unit in ((step, "step"), (epoch, "epoch")))
+    return finish("completed", f"Trained {counts} on {len(samples)} samples.{here}")
 
 
 def nonfinite_advice(device: str, number_format: str) -> str:

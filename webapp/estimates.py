@@ -60,9 +60,13 @@ def _model_config(source: str) -> Path:
     if not sources.is_hub_id(source):
         return sources.find_model(sources.DEMO_MODEL if source == sources.DEMO else Path(source)).config
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a while to import
+    from huggingface_hub.errors import HFValidationError
 
-    for name in ("transformer/config.json", "config.json"):
-        if isinstance(found := try_to_load_from_cache(source, name), str):
-            return Path(found)
+    try:
+        for name in ("transformer/config.json", "config.json"):
+            if isinstance(found := try_to_load_from_cache(source, name), str):
+                return Path(found)
+    except HFValidationError as error:
+        raise sources.SourceError(f"{source} can't be the id of a hub repository. Check it.") from error
     message = f"{source} is not on this machine yet. The memory that it takes is known once it is downloaded."
     raise HTTPException(422, message)

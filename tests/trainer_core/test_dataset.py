@@ -141,7 +141,7 @@ def test_a_file_that_would_take_too_much_memory_is_refused_before_it_is_read(
             content = stored.read(entry) + bytes(50 << 20 if entry.filename.endswith("/data/0") else 0)
             bomb.writestr(entry.filename, content, zipfile.ZIP_DEFLATED)
     with (tmp_path / "long.pt").open("wb") as file:
-        file.truncate(dataset.MAX_SAMPLE_BYTES + 1)
+        file.truncate(sample_shapes.MAX_SAMPLE_BYTES + 1)
     monkeypatch.setattr(torch, "load", pytest.fail)
     with pytest.raises(SourceError, match=r"its parts unpack to 52,\d+,\d+ bytes from \d+,\d+;"):
         dataset.read_tensors(tmp_path / "bomb.pt")

@@ -448,7 +448,7 @@ def test_going_on_with_the_base_held_otherwise_is_allowed_and_said(copy: Path, t
     _, events, finished = run_training(tmp_path, **settings(resume_from=str(copy), model={"base_dtype": "bf16"}))
     assert finished.reason == "completed"
     (warning,) = of_kind(events, Warning)
-    assert warning.message == "The run had base weights in auto and continues with them in bf16."
+    assert warning.message == "The run had base weights in fp32 and continues with them in bf16."
 
 
 def test_the_fp16_scale_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,13 @@ def test_settings_that_are_wrong_are_named_and_nothing_is_told(shared_server: Se
     assert "has no sound hidden_size" in answer.json()["fields"]["model.source"]
 
 
+@pytest.mark.parametrize("source", ["a/b--c", "a/b.git", "a/b-", "-a/b", "a/" + "b" * 300])
+def test_what_can_be_no_hub_id_is_named(shared_server: Server, source: str) -> None:
+    answer = shared_server.http.post("/api/estimate", json={"model": {"source": source}})
+    assert answer.status_code == 422
+    assert set(answer.json()["fields"]) == {"model.source"}
+
+
 def test_a_hub_model_that_is_not_here_yet_is_unknown(shared_server: Server) -> None:
     answer = shared_server.http.post("/api/estimate", json={"model": {"source": "nobody/no-such-model"}})
     assert answer.status_code == 422
