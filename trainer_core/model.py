@@ -147,8 +147,10 @@ def _check_numbers(config: dict[str, Any], path: Path) -> None:
     }
     for key, (low, high) in ranges.items():
         value = config.get(key, low)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise SourceError(f"{path}: {key} is {plain(repr(value), 100)}, should be a number from {low} to {high:g}.")
+        kind = int if key in ("num_hidden_layers", "sliding_window") else int | float
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            number = "a whole number" if kind is int else "a number"
+            raise SourceError(f"{path}: {key} is {plain(repr(value), 100)}, should be {number} from {low} to {high:g}.")
 
 
 def build(config: dict[str, Any]) -> AceStepTransformer1DModel:

@@ -181,11 +181,12 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many', should be a number from 1 to 512"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many', should be a whole number from 1 to 512"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"timestep_mu": float("nan")}, "timestep_mu is nan"),
         ({"sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ({"sliding_window": 8.0}, "sliding_window is 8.0, should be a whole number from 1"),
         ({"hidden_size": "wide"}, "does not describe a model that can be built"),
     ],
 )
