@@ -8,6 +8,7 @@ it with `.venv/bin/python -m benchmarks.base_weights`.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from benchmarks.random_model import write_model
+from benchmarks.trainer import OWN, memory_of
 from trainer_core import model
 from trainer_core.config import QUANTIZED, BaseDtype
 from trainer_core.frozen_linear import QuantizedLinear
@@ -31,12 +33,6 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 128,
 }
-
-
-def anonymous_bytes() -> int:
-    """The memory that is this process's own, and no file's."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 def held_bytes(transformer: nn.Module) -> int:
@@ -53,20 +49,20 @@ def held_bytes(transformer: nn.Module) -> int:
 def load(folder: str, base_dtype: BaseDtype) -> dict[str, int]:
     """Load in this process, and count."""
     model.load("demo")  # what a first load sets up is no matter of the weights
-    before = most = anonymous_bytes()
+    before = most = memory_of(os.getpid())[OWN]
     is_done = threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not is_done.wait(0.002):
-            most = max(most, anonymous_bytes())
+            most = max(most, memory_of(os.getpid())[OWN])
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     loaded = model.load(folder, base_dtype=base_dtype)
     is_done.set()
     watcher.join()
-    after = anonymous_bytes()
+    after = memory_of(os.getpid())[OWN]
     return {"held": held_bytes(loaded.transformer), "grown": after - before, "most": max(most, after) - before}
 
 

@@ -46,7 +46,7 @@ def train(home: Path, settings: dict[str, Any]) -> Trained:
         )
     most = {OWN: 0, MAPPED: 0}
     while trainer.poll() is None:
-        for kind, size in _memory(trainer.pid).items():
+        for kind, size in memory_of(trainer.pid).items():
             most[kind] = max(most[kind], size)
         time.sleep(LOOK_SECONDS)
     seconds = time.perf_counter() - began
@@ -56,8 +56,8 @@ def train(home: Path, settings: dict[str, Any]) -> Trained:
     return Trained(seconds, events, most)
 
 
-def _memory(process: int) -> dict[str, int]:
-    """Bytes of a process now; empty when it has ended."""
+def memory_of(process: int) -> dict[str, int]:
+    """Bytes of a process now, OWN and MAPPED; empty when it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

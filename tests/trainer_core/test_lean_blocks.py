@@ -7,24 +7,10 @@ import torch
 from diffusers import AceStepTransformer1DModel
 from torch import Tensor
 
+from tests.trainer_core.test_attention import outputs_and_gradients
 from trainer_core import adapter
 from trainer_core.config import AdapterConfig
 from trainer_core.lean_blocks import use_lean_blocks
-
-
-def outputs_and_gradients(transformer: AceStepTransformer1DModel, autocast: bool) -> list[Tensor]:
-    torch.manual_seed(3)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        prediction = transformer(
-            hidden_states=torch.randn(2, 30, 64),
-            timestep=torch.rand(2),
-            timestep_r=torch.rand(2),
-            encoder_hidden_states=torch.randn(2, 7, 32),
-            context_latents=torch.randn(2, 30, 128),
-            return_dict=False,
-        )[0]
-    prediction.float().square().mean().backward()
-    return [prediction, *(p.grad for _, p in adapter.trainable(transformer) if p.grad is not None)]
 
 
 @pytest.mark.parametrize(("autocast", "bound"), [(False, 1e-5), (True, 4e-2)])
@@ -48,7 +34,7 @@ def test_lean_blocks_compute_what_diffusers_do(autocast: bool, bound: float) -> 
     lean = copy.deepcopy(plain)
     use_lean_blocks(lean)
     assert lean.state_dict().keys() == plain.state_dict().keys()
-    found, wanted = (outputs_and_gradients(each, autocast) for each in (lean, plain))
+    found, wanted = (outputs_and_gradients(each, 30, 2, autocast) for each in (lean, plain))
     assert len(wanted) == 1 + 2 * 7 * 3
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype
