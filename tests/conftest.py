@@ -113,7 +113,8 @@ class Server:
         """End the server as Ctrl-C does, and its run's trainer with it."""
         for run in self.runs:
             if run.is_alive():
-                kill_trainer(run)
+                with contextlib.suppress(StopIteration, psutil.NoSuchProcess):  # it has just ended by itself
+                    kill_trainer(run)
         self.http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
@@ -130,11 +131,9 @@ class Server:
 
 def trainer_of(run: RunDir) -> psutil.Process:
     """The run's trainer, found as a person would: by its command line."""
-    return next(
-        process
-        for process in psutil.process_iter()
-        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[1:4] == ["-m", "trainer_core", str(run.path)]
-    )
+    command = ["-m", "trainer_core", str(run.path)]
+    # Asked for here, the command lines are those of processes that have not ended meanwhile: other tests run beside.
+    return next(each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:4] == command)
 
 
 def kill_trainer(run: RunDir) -> None:
