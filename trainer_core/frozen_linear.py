@@ -1,8 +1,9 @@
-"""Linear layers that are not trained: they hold their weight small and compute in the precision of their input.
+"""Linear layers that are not trained: they hold their weight as asked and compute in the precision of their input.
 
-The weight is made anew each time it is used, forwards and backwards, and let go after: autograd keeps none. That is one
-pass over the weight for each product with it, little beside the product itself for a clip of some seconds. So a
-processor without bf16 units computes in fp32, a hundred times as fast as in bf16, with a base of half the size.
+A weight that is held otherwise is made anew each time it is used, forwards and backwards, and let go after: autograd
+keeps none. That is one pass over the weight for each product with it, little beside the product itself for a clip of
+some seconds. So autocast makes no second copy of the model, and a processor without bf16 units computes in fp32, a
+hundred times as fast as in bf16, with a base of half the size.
 """
 
 from typing import Any, cast
@@ -11,21 +12,21 @@ import torch
 from diffusers import AceStepTransformer1DModel
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.nn import functional
 
 from trainer_core.config import QUANTIZED, BaseDtype
 from trainer_core.precision import computing_dtype
+from trainer_core.products import product
 
 BLOCKS = "layers."
 """Where the transformer's blocks are, which hold nearly all of its weights; only those are quantised."""
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that holds its weight in bf16, and its bias in fp32."""
+    """A linear layer that holds its weight in the dtype it was made with, and its bias in fp32."""
 
     def hold(self, weight: Tensor) -> None:
-        """Take `weight`, [out, in], where it is; without a copy if it is in bf16."""
-        self.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
+        """Take `weight`, [out, in], where it is; without a copy if it has that dtype."""
+        self.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`."""
@@ -48,11 +49,12 @@ class QuantizedLinear(FrozenLinear):
         """Quantise `weight` on the device where it is."""
         from bitsandbytes import functional as bitsandbytes
 
+        weight = weight.bfloat16()
         if self.base_dtype == "int8":  # each output has a scale
             self.packed, self.scale, _ = bitsandbytes.int8_vectorwise_quant(weight.half())
         else:  # each 64 values have a scale, which is kept in 8 bits itself
             self.packed, self.scale = bitsandbytes.quantize_4bit(
-                weight.bfloat16().contiguous(), quant_type="nf4", compress_statistics=True
+                weight.contiguous(), quant_type="nf4", compress_statistics=True
             )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -76,22 +78,21 @@ class _Product(torch.autograd.Function):
     def forward(ctx: FunctionCtx, input: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer  # type: ignore[attr-defined]
         bias = None if layer.bias is None else layer.bias.to(input.dtype)
-        return functional.linear(input, layer.dense(input.dtype), bias)
+        return product(input, layer.dense(input.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.dense(gradient.dtype), None
+        return product(gradient, ctx.layer.dense(gradient.dtype).T), None
 
 
 def use_frozen_layers(transformer: AceStepTransformer1DModel, base_dtype: BaseDtype) -> None:
     """Make the linear layers of a transformer on the meta device ones that hold their weights as `base_dtype` says."""
-    if base_dtype in ("auto", "fp32"):
-        return
+    dtype = torch.float32 if base_dtype in ("auto", "fp32") else torch.bfloat16
     for name, plain in list(transformer.named_modules()):
         if isinstance(plain, nn.Linear):
             if base_dtype in QUANTIZED and name.startswith(BLOCKS):
                 frozen: FrozenLinear = QuantizedLinear(plain, base_dtype)
             else:
-                frozen = FrozenLinear(plain.in_features, plain.out_features, plain.bias is not None, device="meta")
+                frozen = FrozenLinear(plain.in_features, plain.out_features, plain.bias is not None, "meta", dtype)
             parent, _, own = name.rpartition(".")
             setattr(transformer.get_submodule(parent), own, frozen)

@@ -179,11 +179,8 @@ def estimate(
     adapted = _adapted(shape, config.adapter.targets)
     trained = sum(math.prod(part) for sides in adapted.values() for part in parts_for(sides, settings).values())
 
-    # Autocast copies each weight, and the copy is kept for the way back.
-    copies = products(shape.block) * item if outside_item > item else 0
     kept = [
-        copies
-        + _block_bytes(
+        _block_bytes(
             shape, shape.has_window(number) and tokens > batch * (shape.sliding_window + 1), tokens, condition, item
         )
         + _adapter_bytes(

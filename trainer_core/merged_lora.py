@@ -7,11 +7,12 @@ one spares. The sum of the weights is made for each product and kept for none, s
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd import Function
+
+from trainer_core.products import product
 
 
 class MergedLora(lora.Linear):
@@ -44,12 +45,14 @@ class MergedProduct(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s: float) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.s = s
-        return F.linear(x, torch.addmm(weight.float(), b, a, alpha=s), bias)
+        return product(x, torch.addmm(weight.float(), b, a, alpha=s), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        of_x = gradient @ torch.addmm(weight.float(), b, a, alpha=ctx.s) if ctx.needs_input_grad[0] else None
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = product(gradient, torch.addmm(weight.float(), b, a, alpha=ctx.s).T)
         rows, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
         of_b = (gradient.T @ (rows @ a.T)).mul_(ctx.s)
         of_a = ((gradient @ b).T @ rows).mul_(ctx.s)

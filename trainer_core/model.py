@@ -210,7 +210,7 @@ def _place(transformer: AceStepTransformer1DModel, name: str, tensor: Tensor, de
     parent, _, own = name.rpartition(".")
     layer = transformer.get_submodule(parent)
     if isinstance(layer, FrozenLinear) and own == "weight":
-        layer.hold(tensor.to(device, torch.bfloat16))
+        layer.hold(tensor.to(device))
     else:
         setattr(layer, own, nn.Parameter(tensor.to(device, torch.float32), requires_grad=False))
 

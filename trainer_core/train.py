@@ -46,6 +46,7 @@ from trainer_core.fingerprint import fingerprint
 from trainer_core.lean_blocks import use_lean_blocks
 from trainer_core.objective import seed_of
 from trainer_core.origin import TrainingState
+from trainer_core.patches import use_patches
 from trainer_core.run_dir import RunDir
 from trainer_core.sources import SourceError, shorten
 
@@ -133,6 +134,7 @@ def train(run: RunDir, config: RunConfig, emit: Callable[[Event], None]) -> Fini
         compute_once(transformer, fabric.device)
     attention.use_training_attention(transformer, windowed)
     use_lean_blocks(transformer)
+    use_patches(transformer)
     module.train()
     assert all(parameter is trained[name] for name, parameter in adapter.trainable(transformer))
     assert all(parameter.dtype == torch.float32 for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Linear layers that hold their weight in bf16 and compute in fp32: as fp32 does with the rounded weight."""
+"""Linear layers that hold their weight in bf16 or fp32: they compute as plain ones do with the rounded weight."""
 
 from collections.abc import Callable
 
@@ -18,14 +18,15 @@ from trainer_core.frozen_linear import FrozenLinear, QuantizedLinear
 CHECKPOINT = str(FIXTURE / "checkpoint")
 
 
-def layers(bias: bool) -> tuple[FrozenLinear, nn.Linear]:
-    """A frozen layer and a plain one in fp32 with the same rounded weight."""
+def layers(bias: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[FrozenLinear, nn.Linear]:
+    """A frozen layer that holds its weight in `dtype`, and a plain one in fp32 with the same rounded weight."""
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias).requires_grad_(False)
     plain.weight.copy_(plain.weight.bfloat16())
-    frozen = FrozenLinear(48, 80, bias, device="meta")
+    frozen = FrozenLinear(48, 80, bias, "meta", dtype)
     frozen.bias = plain.bias
     frozen.hold(plain.weight)
+    assert frozen.weight.dtype == dtype
     return frozen, plain
 
 
@@ -45,8 +46,10 @@ def test_products_and_gradients_are_those_of_fp32_with_the_rounded_weight(shape:
         assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_no_copy_of_the_weight_is_kept_for_the_way_back() -> None:
-    frozen, plain = layers(bias=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_no_copy_of_the_weight_is_kept_for_the_way_back(dtype: torch.dtype, autocast: bool) -> None:
+    frozen, plain = layers(bias=True, dtype=dtype)
     kept: dict[str, list[Tensor]] = {"frozen": [], "plain": []}
     for name, layer in (("frozen", frozen), ("plain", plain)):
 
@@ -54,17 +57,18 @@ def test_no_copy_of_the_weight_is_kept_for_the_way_back() -> None:
             into.append(tensor)
             return tensor
 
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             layer(torch.randn(3, 48, requires_grad=True))
     assert kept["plain"]  # the way this is measured sees a weight
     assert not kept["frozen"]
-    assert frozen.weight.dtype == torch.bfloat16
 
 
-def test_under_autocast_it_computes_as_a_plain_layer_does() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_under_autocast_it_computes_as_a_plain_layer_does(dtype: torch.dtype) -> None:
     inputs = torch.randn(2, 7, 48)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (layer(inputs) for layer in layers(bias=True))
+        ours, theirs = (layer(inputs) for layer in layers(True, dtype))
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, theirs)
 

@@ -33,6 +33,7 @@ from trainer_core.frozen_linear import FrozenLinear, use_frozen_layers
 from trainer_core.lean_blocks import use_lean_blocks
 from trainer_core.memory import Samples
 from trainer_core.model_shape import Shape
+from trainer_core.patches import use_patches
 from trainer_core.sources import SourceError
 
 SHAPE = Shape(
@@ -79,14 +80,14 @@ def measured(shape: Shape, config: RunConfig, number_format: str) -> int:
     transformer = model.build(shape.model_dump()).requires_grad_(False)
     attention.use_training_attention(transformer, banded)
     use_lean_blocks(transformer)
-    if config.model.base_dtype == "bf16":
-        weights = transformer.state_dict()
-        use_frozen_layers(transformer, "bf16")
-        for name, module in transformer.named_modules():
-            if isinstance(module, FrozenLinear):
-                module.hold(weights[f"{name}.weight"])
-                if module.bias is not None:
-                    module.bias = nn.Parameter(weights[f"{name}.bias"], requires_grad=False)
+    use_patches(transformer)
+    weights = transformer.state_dict()
+    use_frozen_layers(transformer, config.model.base_dtype)
+    for name, module in transformer.named_modules():
+        if isinstance(module, FrozenLinear):
+            module.hold(weights[f"{name}.weight"])
+            if module.bias is not None:
+                module.bias = nn.Parameter(weights[f"{name}.bias"], requires_grad=False)
     adapter.inject(transformer, config.adapter)
     blocks = memory.recomputed(config.training.gradient_checkpointing, shape.num_hidden_layers)
     gradient_checkpointing.enable(transformer, blocks)
@@ -135,7 +136,7 @@ def test_the_estimate_is_near_what_a_step_takes(
 
 @pytest.mark.parametrize(("base_dtype", "choice"), [("fp32", "off"), ("fp32", "full"), ("bf16", 3)])
 def test_the_estimate_knows_what_mixed_precision_keeps(base_dtype: str, choice: Checkpointing) -> None:
-    """Copies of the weights, of a norm's input, and of an adapter's."""
+    """Copies of a norm's input, and of an adapter's; none of the weights."""
     config = settings(
         model={"base_dtype": base_dtype},
         adapter={"rank": 12},

@@ -664,8 +664,9 @@ def test_what_is_learned_is_what_the_dense_mask_teaches(
 
     monkeypatch.setattr(ace_step_transformer, "_create_4d_mask", build_and_note)
     monkeypatch.setattr(attention, "use_training_attention", lambda *arguments: None)
-    for name in ("use_lean_blocks", "compute_once"):
+    for name in ("use_lean_blocks", "use_patches", "compute_once"):
         monkeypatch.setattr(training_loop, name, lambda *arguments: None)
+    monkeypatch.setattr(model, "use_frozen_layers", lambda *arguments: None)
     monkeypatch.setattr(MergedLora, "take_over", lambda layer: None)
     _, dense_events, _ = run_training(tmp_path / "dense", **options)
     assert masks  # it is diffusers' and PEFT's own way
